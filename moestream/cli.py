@@ -1,0 +1,115 @@
+"""The command line: assembles the commands, renders what they return, reports what they raise.
+
+A command is a module ``moestream/commands/NAME.py`` with a function ``NAME`` (``-`` becomes ``_``). The
+function takes Typer parameters and returns a :class:`moestream.result.Result`, or None when it has printed
+everything itself. ``--json`` is added here to every command.
+
+Exit codes: 0 done; 1 (or the error's own) an expected failure; 2 wrong usage; 70 a bug in moestream.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from moestream import __version__
+from moestream.errors import MoestreamError
+from moestream.result import Result, emit
+
+# One line a command, in the order of --help.
+COMMANDS: tuple[str, ...] = ()
+
+EXIT_BUG = 70
+
+
+def _rendered(function: Callable[..., Result | None]) -> Callable[..., None]:
+    """Wrap a command: add ``--json`` and print what it returns."""
+
+    @functools.wraps(function)
+    def run(*args: object, as_json: bool, **kwargs: object) -> None:
+        result = function(*args, **kwargs)
+        if result is not None:
+            emit(result, as_json=as_json)
+
+    option = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [
+        *signature.parameters.values(),
+        inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option),
+    ]
+    run.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    # Typer reads the hints of the innermost function when it sees one, and would miss --json.
+    del run.__wrapped__  # type: ignore[attr-defined]
+    return run
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moestream {__version__}")
+        raise typer.Exit()
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Run mixture-of-experts models that do not fit in memory."""
+
+
+def make_app() -> typer.Typer:
+    """The Typer application with every command in ``COMMANDS``."""
+    # Plain help text: it is part of the docs and must not depend on the width of a terminal.
+    app = typer.Typer(
+        name="moestream",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_root)
+    for name in COMMANDS:
+        module = importlib.import_module("moestream.commands." + name.replace("-", "_"))
+        app.command(name)(_rendered(getattr(module, name.replace("-", "_"))))
+    return app
+
+
+def _verbose_first(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Let ``--verbose`` stand anywhere before ``--``; what follows belongs to llama-server."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    head, rest = list(arguments[:end]), list(arguments[end:])
+    verbose = "--verbose" in head
+    return [argument for argument in head if argument != "--verbose"] + rest, verbose
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit. ``arguments`` defaults to those of the process."""
+    args, verbose = _verbose_first(sys.argv[1:] if arguments is None else arguments)
+    try:
+        make_app()(args=args, prog_name="moestream")
+    except MoestreamError as error:
+        if verbose:
+            traceback.print_exc()
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except Exception as error:
+        if verbose:
+            traceback.print_exc()
+        print(f"error: internal error: {type(error).__name__}: {error}", file=sys.stderr)
+        print("hint: this is a bug in moestream; run again with --verbose and report it", file=sys.stderr)
+        sys.exit(EXIT_BUG)
+
+
+if __name__ == "__main__":
+    main()

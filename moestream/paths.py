@@ -1,0 +1,92 @@
+"""Where things live: what ships with moestream, what is fetched and built, what running servers leave.
+
+Two layouts exist. In a *checkout*, ``patches/``, ``engine/`` and ``vendor/pin.toml`` are read from the
+checkout and upstream is unpacked and compiled in it (all git-ignored). In an *installed wheel* the same
+folders are package data and the unpacking happens below the data folder.
+
+``MOESTREAM_HOME`` puts everything that is written outside a checkout below one folder. Without it the XDG
+base directories are used.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def checkout_root() -> Path | None:
+    """The root of the checkout this package runs from, or None when it is installed."""
+    root = _PACKAGE.parent
+    if (root / "pyproject.toml").is_file() and (root / "patches" / "series").is_file():
+        return root
+    return None
+
+
+def shipped_root() -> Path:
+    """The folder that holds ``patches/``, ``engine/``, ``vendor/pin.toml`` and ``demo/``."""
+    return checkout_root() or _PACKAGE / "_shipped"
+
+
+def pin_file() -> Path:
+    return shipped_root() / "vendor" / "pin.toml"
+
+
+def patches_dir() -> Path:
+    return shipped_root() / "patches"
+
+
+def engine_source_dir() -> Path:
+    return shipped_root() / "engine"
+
+
+def demo_model() -> Path:
+    """The small mixture-of-experts model that ships with the project."""
+    return shipped_root() / "demo" / "moestream-demo-q4_0.gguf"
+
+
+def _base(xdg_variable: str, default: str, name_below_home: str) -> Path:
+    """A base folder: below MOESTREAM_HOME when set, else the XDG variable, else its default.
+
+    The XDG specification says that relative values are to be ignored.
+    """
+    home = os.environ.get("MOESTREAM_HOME")
+    if home:
+        return Path(home).expanduser().absolute() / name_below_home
+    xdg = os.environ.get(xdg_variable, "")
+    base = Path(xdg) if os.path.isabs(xdg) else Path.home() / default
+    return base / "moestream"
+
+
+def data_dir() -> Path:
+    """What is expensive to make again: built engines, and sources when installed."""
+    return _base("XDG_DATA_HOME", ".local/share", "data")
+
+
+def cache_dir() -> Path:
+    """What can be downloaded again."""
+    return _base("XDG_CACHE_HOME", ".cache", "cache")
+
+
+def state_dir() -> Path:
+    """What running servers leave: their records and logs."""
+    return _base("XDG_STATE_HOME", ".local/state", "state")
+
+
+def engines_dir() -> Path:
+    """One folder below it for each built engine, named by its id."""
+    return data_dir() / "engines"
+
+
+def downloads_dir() -> Path:
+    return cache_dir() / "downloads"
+
+
+def workspace_dir() -> Path:
+    """Where upstream is unpacked (``vendor/llama.cpp``) and compiled (``build/BACKEND``).
+
+    The checkout itself, or a folder of the same shape in the data folder. The shape is the same so that a
+    compiler cache, which sees paths relative to this folder, serves both.
+    """
+    return checkout_root() or data_dir() / "workspace"
