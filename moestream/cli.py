@@ -2,7 +2,8 @@
 
 A command is a module ``moestream/commands/NAME.py`` with a function ``NAME`` (``-`` becomes ``_``). The
 function takes Typer parameters and returns a :class:`moestream.result.Result`, or None when it has printed
-everything itself. ``--json`` is added here to every command.
+everything itself. One that goes on after it has something to report, as ``start`` and ``logs -f`` do, yields its
+results. ``--json`` is added here to every command.
 
 Exit codes: 0 done; 1 (or the error's own) an expected failure; 2 wrong usage; 70 a bug in moestream.
 """
@@ -14,7 +15,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -24,18 +25,28 @@ from moestream.errors import MoestreamError
 from moestream.result import Result, emit
 
 # One line a command, in the order of --help.
-COMMANDS: tuple[str, ...] = ()
+COMMANDS: tuple[str, ...] = (
+    "build",
+    "engines",
+    "start",
+    "stop",
+    "status",
+    "logs",
+)
 
 EXIT_BUG = 70
 
 
-def _rendered(function: Callable[..., Result | None]) -> Callable[..., None]:
+def _rendered(function: Callable[..., Result | Iterator[Result] | None]) -> Callable[..., None]:
     """Wrap a command: add ``--json`` and print what it returns."""
 
     @functools.wraps(function)
     def run(*args: object, as_json: bool, **kwargs: object) -> None:
         result = function(*args, **kwargs)
-        if result is not None:
+        if isinstance(result, Iterator):
+            for part in result:
+                emit(part, as_json=as_json)
+        elif result is not None:
             emit(result, as_json=as_json)
 
     option = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
