@@ -1,0 +1,299 @@
+"""``moestream start``: serve a model through llama-server."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moestream import gguf_facts
+from moestream.errors import MoestreamError
+from moestream.gguf_facts import GgufFacts
+from moestream.result import Result
+from moestream.server import address, report
+from moestream.server.arguments import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    ServerSettings,
+    build_argv,
+    check_extra,
+    parse_slots,
+    value_after,
+)
+from moestream.server.client import base_url
+from moestream.server.process import Cause
+from moestream.server.progress import progress
+from moestream.server.records import RecordStore, ServerRecord
+from moestream.server.supervise import (
+    Detached,
+    ReadyFacts,
+    ServerPlan,
+    Supervisor,
+    ask_ready_facts,
+    end_error,
+    notice,
+    stop_on_signals,
+)
+from moestream.upstream import engines
+
+
+class Io(StrEnum):
+    auto = "auto"
+    direct = "direct"
+    buffered = "buffered"
+
+
+class Policy(StrEnum):
+    lru = "lru"
+    lfu = "lfu"
+
+
+class Switch(StrEnum):
+    on = "on"
+    off = "off"
+
+
+def check_model(facts: GgufFacts, slots: str) -> None:
+    """Refuse what the server would refuse later: a model without experts, too few or too many slots.
+
+    Raises:
+        MoestreamError: names the number and the one that would do.
+    """
+    model = facts.files[0]
+    if slots == "off":
+        return
+    if not facts.is_moe:
+        raise MoestreamError(
+            f"{model.name} ({facts.architecture}) is not a mixture-of-experts model: it has no experts to stream",
+            hint="serve it without streaming: --slots off",
+        )
+    if not slots.isdigit():
+        return
+    if int(slots) < facts.n_expert_used:
+        raise MoestreamError(
+            f"--slots {slots}: too few, a token of {model.name} uses {facts.n_expert_used} experts in a layer",
+            hint=f"the smallest is --slots {facts.n_expert_used}; --slots auto sizes them from the memory that is free",
+        )
+    if int(slots) > facts.n_expert:
+        raise MoestreamError(
+            f"--slots {slots}: too many, a layer of {model.name} has {facts.n_expert} experts",
+            hint="--slots all keeps every expert in memory",
+        )
+
+
+def _api_key(extra: tuple[str, ...]) -> str | None:
+    """The key with which to ask the server, found as llama-server finds it."""
+    keys = value_after(extra, "--api-key") or os.environ.get("LLAMA_API_KEY", "")
+    if keys:
+        return keys.split(",")[0]
+    file = value_after(extra, "--api-key-file") or os.environ.get("LLAMA_ARG_API_KEY_FILE")
+    if file:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise MoestreamError(
+                f"cannot read --api-key-file {file}: {error.strerror}", hint="check the path"
+            ) from error
+        return next((line for line in lines if line and not line.startswith("#")), None)
+    return None
+
+
+def make_plan(
+    settings: ServerSettings, *, backend: str | None = None, detached: bool = False, ready_timeout_s: float = 900.0
+) -> ServerPlan:
+    """Check everything that can be checked before a process is started.
+
+    Args:
+        settings: ``model`` may be a directory or any shard here. Port 0 chooses a free one.
+        backend: of the engine; None for the one in use.
+
+    Raises:
+        MoestreamError: a wrong model, no engine, arguments that collide, an address in use.
+    """
+    check_extra(settings.extra, streaming=settings.streaming)
+    facts = gguf_facts.read(settings.model)
+    check_model(facts, settings.slots)
+    store = RecordStore()
+    port = settings.port or address.free_port(settings.host)
+    _check_address(store, settings.host, port)
+    engine = engines.in_use(backend)
+    ready = ServerSettings(**{**settings.__dict__, "model": facts.files[0].absolute(), "port": port})
+    extra = settings.extra
+    https = bool(value_after(extra, "--ssl-key-file") and value_after(extra, "--ssl-cert-file"))
+    return ServerPlan(
+        argv=tuple(build_argv(engine.tool("llama-server").absolute(), ready)),
+        host=settings.host,
+        port=port,
+        url=base_url(settings.host, port, https=https, prefix=value_after(extra, "--api-prefix") or ""),
+        model=str(ready.model),
+        slots=settings.slots,
+        engine_id=engine.id,
+        backend=engine.backend,
+        log_path=str(store.log_path(port)),
+        detached=detached,
+        api_key=_api_key(extra),
+        ready_timeout_s=ready_timeout_s,
+    )
+
+
+def _check_address(store: RecordStore, host: str, port: int) -> None:
+    try:
+        address.check_free(host, port)
+    except MoestreamError as error:
+        record = store.read(port)
+        if isinstance(record, ServerRecord) and record.alive:
+            raise MoestreamError(
+                f"port {port} is in use by a server that moestream has started (model {record.model})",
+                hint=f"stop it: moestream stop --port {port}; or use --port {address.free_port(host, port)}",
+            ) from error
+        raise
+
+
+def ready_result(plan: ServerPlan, facts: ReadyFacts, *, elapsed_s: float, supervisor_pid: int) -> Result:
+    """What is reported when the server is ready."""
+    stats, props = facts.stats, facts.props
+    n_ctx = (props.get("default_generation_settings") or {}).get("n_ctx")
+    parallel = props.get("total_slots")
+    stop = f"moestream stop --port {plan.port}"
+    data: dict[str, Any] = {
+        "state": "ready",
+        "detached": plan.detached,
+        "address": plan.url,
+        "openai_base_url": f"{plan.url}/v1",
+        "host": plan.host,
+        "port": plan.port,
+        "model": plan.model,
+        "engine": plan.engine_id,
+        "backend": plan.backend,
+        "supervisor_pid": supervisor_pid,
+        "log_path": plan.log_path,
+        "elapsed_s": round(elapsed_s, 2),
+        "ctx_tokens": n_ctx,
+        "parallel": parallel,
+        "slots_requested": plan.slots,
+        "streaming": stats.streaming if stats.available else None,
+        "stats": stats.raw,
+        "stats_unavailable": stats.reason or None,
+        "argv": _without_key(plan.argv),
+        "stop_command": stop,
+    }
+    rows: list[tuple[str, str | None]] = [
+        ("address", plan.url),
+        ("OpenAI URL", f"{plan.url}/v1"),
+        ("model", plan.model),
+        ("engine", f"{plan.engine_id} ({plan.backend})"),
+        ("slots", report.slots_line(stats)),
+        ("memory", report.memory_line(stats)),
+        ("kernels", report.kernels_line(stats, no_repack="--no-repack" in plan.argv)),
+        ("context", f"{n_ctx} tokens, {parallel} requests at a time" if n_ctx and parallel else None),
+        ("log", plan.log_path),
+        ("stop", stop if plan.detached else f"Ctrl-C, or {stop}"),
+    ]
+    return Result("start", data, f"ready after {elapsed_s:.1f} s\n" + report.table(rows))
+
+
+def _without_key(argv: tuple[str, ...]) -> list[str]:
+    return ["…" if i and argv[i - 1] == "--api-key" else a for i, a in enumerate(argv)]
+
+
+def serve(plan: ServerPlan) -> Iterator[Result]:
+    """Serve in the foreground: yields the report at ready, returns when the server was stopped.
+
+    Closing the iterator stops the server too.
+
+    Raises:
+        MoestreamError: the server ended by itself.
+    """
+    started = time.monotonic()
+    supervisor = Supervisor(plan)
+    with stop_on_signals(supervisor.process.request_stop) as signals:
+        try:
+            supervisor.start()
+            with progress(f"starting llama-server on port {plan.port}", Path(plan.log_path)) as show:
+                while not (snapshot := supervisor.process.wait(lambda s: s.settled, 0.2)).settled:
+                    show()
+            was_ready = snapshot.exit is None
+            if was_ready:
+                facts = ask_ready_facts(plan)
+                elapsed_s = time.monotonic() - started
+                yield ready_result(plan, facts, elapsed_s=elapsed_s, supervisor_pid=os.getpid())
+                snapshot = supervisor.wait_exit()
+        finally:
+            # Not in the generator's hands alone: a failing print above must not leave the server running.
+            supervisor.stop()
+    end = snapshot.exit
+    assert end is not None
+    if end.cause is not Cause.STOPPED:
+        raise end_error(plan, end, was_ready=was_ready, after_s=time.monotonic() - started)
+    if end.forced and len(signals) < 2:
+        notice(f"notice: llama-server did not end on SIGTERM within {plan.stop_grace_s:g} s and was killed")
+    if not was_ready:
+        raise MoestreamError("stopped before the server was ready", exit_code=130)
+    notice("stopped")
+
+
+def detach(plan: ServerPlan) -> Result:
+    """Start in the background and wait until it is ready. Ctrl-C until then stops it.
+
+    Raises:
+        MoestreamError: the server ended before it was ready.
+    """
+    started = time.monotonic()
+    detached = Detached(plan)
+    with (
+        stop_on_signals(detached.request_stop),
+        progress(f"starting llama-server on port {plan.port}", Path(plan.log_path)) as show,
+    ):
+        while not detached.wait(0.2):
+            show()
+    detached.check()
+    facts = ask_ready_facts(plan)
+    return ready_result(plan, facts, elapsed_s=time.monotonic() - started, supervisor_pid=detached.pid)
+
+
+def start(
+    model: Annotated[
+        Path, typer.Option("--model", "-m", metavar="FILE|DIR", help="GGUF file, any shard, or a directory with one.")
+    ],
+    slots: Annotated[
+        str, typer.Option(metavar="N|auto|all|off", help="Expert slots in each MoE layer; off: no streaming.")
+    ] = "auto",
+    ctx: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Context in tokens; 0: as the model was trained.")
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = DEFAULT_HOST,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen on; 0: any free one.")
+    ] = DEFAULT_PORT,
+    parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests served at a time.")] = None,
+    io_threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads that read experts.")] = None,
+    io: Annotated[Io | None, typer.Option(help="How experts are read.")] = None,
+    policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
+    overlap: Annotated[
+        Switch | None, typer.Option(help="Compute the shared/dense part of a layer while experts are read.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
+    detach_: Annotated[bool, typer.Option("--detach", "-d", help="Serve in the background.")] = False,
+    ready_timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Give up when it is not ready by then; 0: never.")
+    ] = 900.0,
+    extra: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- LLAMA ARGS…]", help="Passed on to llama-server.")
+    ] = None,
+) -> Iterator[Result]:
+    """Serve a model, experts left on disk, through an OpenAI-compatible server."""
+    settings = ServerSettings(
+        model=model, slots=parse_slots(slots), ctx=ctx, host=host, port=port, parallel=parallel,
+        io_threads=io_threads, io=io and io.value, policy=policy and policy.value,
+        overlap=overlap and overlap.value, extra=tuple(extra or ()),
+    )  # fmt: skip
+    plan = make_plan(settings, backend=backend, detached=detach_, ready_timeout_s=ready_timeout)
+    if detach_:
+        yield detach(plan)
+    else:
+        yield from serve(plan)

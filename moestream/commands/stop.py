@@ -1,0 +1,97 @@
+"""``moestream stop``: end servers that ``moestream start`` has started, and nothing else."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Annotated, Any
+
+import typer
+
+from moestream.errors import MoestreamError
+from moestream.result import Result
+from moestream.server.records import BrokenRecord, RecordStore, ServerRecord
+
+POLL_S = 0.05
+# Beyond the supervisor's own grace period, after which it kills the server by itself.
+SUPERVISOR_MARGIN_S = 5.0
+
+
+def _wait_gone(record: ServerRecord, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while record.alive:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def stop_server(store: RecordStore, record: ServerRecord | BrokenRecord, *, grace_s: float) -> dict[str, Any]:
+    """Stop one server and take its record away.
+
+    Every signal goes to a process that was just compared with the record (create time and command line); a pid
+    that has another owner now is left alone.
+
+    Returns:
+        ``port``, ``outcome`` (``stopped``, ``killed``, ``stale``) and ``detail``.
+    """
+    if isinstance(record, BrokenRecord):
+        store.remove_stale(record.port)
+        return {"port": record.port, "outcome": "stale", "detail": f"unreadable state file removed: {record.reason}"}
+    pid = record.server.pid if record.server else None
+    base = {"port": record.port, "pid": pid, "model": record.model}
+    if not record.alive:
+        store.remove_stale(record.port)
+        ended = record.ended or "it ended without a trace"
+        return {**base, "outcome": "stale", "detail": f"it did not run any more ({ended}); state file removed"}
+
+    # The supervisor ends its server gracefully. Without one the server is asked itself.
+    if not record.supervisor.send(signal.SIGTERM) and record.server is not None:
+        record.server.send(signal.SIGTERM)
+    outcome, detail = "stopped", "stopped"
+    if not _wait_gone(record, grace_s + SUPERVISOR_MARGIN_S):
+        if record.server is not None:
+            record.server.send(signal.SIGKILL, group=True)
+        record.supervisor.send(signal.SIGKILL)
+        outcome, detail = "killed", f"did not end within {grace_s + SUPERVISOR_MARGIN_S:g} s and was killed"
+        if not _wait_gone(record, SUPERVISOR_MARGIN_S):
+            raise MoestreamError(
+                f"the server on port {record.port} (pid {pid}) does not end, not even by SIGKILL",
+                hint="it probably waits for a disk that does not answer",
+            )
+    store.remove_stale(record.port)
+    return {**base, "outcome": outcome, "detail": detail}
+
+
+def stop(
+    port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="N", help="The server on this port.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every server.")] = False,
+    grace: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long it may take before it is killed.")
+    ] = 10.0,
+) -> Result:
+    """Stop a server: the only one, the one on --port, or --all."""
+    store = RecordStore()
+    if port is not None and all_:
+        raise MoestreamError("--port and --all exclude each other", hint="leave one of them out")
+    if port is not None:
+        record = store.read(port)
+        if record is None:
+            raise MoestreamError(
+                f"moestream has started no server on port {port}", hint="moestream status lists the servers"
+            )
+        chosen = [record]
+    else:
+        chosen = list(store.all())
+        live = [r for r in chosen if isinstance(r, ServerRecord) and r.alive]
+        if not all_ and len(live) > 1:
+            ports = ", ".join(str(r.port) for r in live)
+            raise MoestreamError(
+                f"{len(live)} servers run, on ports {ports}",
+                hint=f"choose one: moestream stop --port {live[0].port}; or all: moestream stop --all",
+            )
+        if not all_ and not chosen:
+            raise MoestreamError("no server runs that moestream has started", hint="moestream status lists the servers")
+    done = [stop_server(store, record, grace_s=grace) for record in chosen]
+    text = "\n".join(f"port {d['port']}: {d['detail']}" for d in done) or "no server runs"
+    return Result("stop", {"servers": done}, text)

@@ -1,0 +1,168 @@
+"""From settings to the command line of llama-server. Pure: nothing is read, probed or started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moestream.errors import MoestreamError
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8080
+
+# Arguments of llama-server that moestream sets itself: the spellings upstream takes, and the flag to use instead
+# (None: there is nothing to choose).
+_OWNED: tuple[tuple[tuple[str, ...], str | None], ...] = (
+    (("-m", "--model"), "--model"),
+    (("-mu", "--model-url", "-dr", "--docker-repo", "-hf", "-hfr", "--hf-repo", "-hff", "--hf-file"), "--model"),
+    (("--models-dir", "--models-preset"), "--model"),
+    (("--host",), "--host"),
+    (("--port",), "--port"),
+    (("--reuse-port",), None),
+    (("--metrics",), None),
+    (("-c", "--ctx-size"), "--ctx"),
+    (("-np", "--parallel"), "--parallel"),
+    (("--moe-slots",), "--slots"),
+    (("--moe-io-threads",), "--io-threads"),
+    (("--moe-io",), "--io"),
+    (("--moe-policy",), "--policy"),
+    (("--moe-overlap",), "--overlap"),
+)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What ``moestream start`` was asked for. None means: leave it to llama-server.
+
+    Attributes:
+        model: the file given to ``-m``; of a split model the first shard.
+        slots: expert slots in each MoE layer: a number, ``auto``, ``all``, or ``off`` for no streaming at all.
+        ctx: context length in tokens, 0 for what the model was trained with.
+        parallel: requests served at a time.
+        io_threads: threads that read experts.
+        io: ``auto``, ``direct`` or ``buffered`` reads.
+        policy: who is evicted: ``lru`` or ``lfu``.
+        overlap: ``on`` or ``off``: whether reads run beside the shared/dense FFN.
+        extra: further arguments for llama-server, passed on as they are.
+    """
+
+    model: Path
+    slots: str = "auto"
+    ctx: int | None = None
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    parallel: int | None = None
+    io_threads: int | None = None
+    io: str | None = None
+    policy: str | None = None
+    overlap: str | None = None
+    extra: tuple[str, ...] = ()
+
+    @property
+    def streaming(self) -> bool:
+        return self.slots != "off"
+
+
+def parse_slots(value: str) -> str:
+    """Check ``--slots``; returns it normalised.
+
+    Raises:
+        MoestreamError: it is neither a positive number nor ``auto``, ``all`` or ``off``.
+    """
+    text = value.strip().lower()
+    if text in ("auto", "all", "off"):
+        return text
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return str(int(text))
+    raise MoestreamError(
+        f"--slots {value}: expected a number of expert slots per layer, auto, all or off",
+        hint="--slots auto sizes them from the memory that is free",
+    )
+
+
+def flag_of(argument: str) -> str:
+    """The flag as upstream reads it: long ones may be spelt with underscores."""
+    flag = argument.split("=", 1)[0]
+    return flag.replace("_", "-") if flag.startswith("--") else flag
+
+
+def check_extra(extra: Sequence[str], *, streaming: bool = True) -> None:
+    """Refuse arguments after ``--`` that moestream sets itself.
+
+    Raises:
+        MoestreamError: names the argument and the flag to use instead.
+    """
+    if extra and not extra[0].startswith("-"):
+        raise MoestreamError(
+            f"unexpected argument '{extra[0]}'",
+            hint=f"a model is given with --model {extra[0]}; arguments for llama-server follow after --",
+        )
+    for argument in extra:
+        flag = flag_of(argument)
+        for spellings, ours in _OWNED:
+            if flag not in spellings:
+                continue
+            if ours is None:
+                raise MoestreamError(
+                    f"{argument} after -- collides with moestream start, which decides about {spellings[-1]} itself",
+                    hint=f"leave out {argument}",
+                )
+            raise MoestreamError(
+                f"{argument} after -- collides with moestream's own {ours}",
+                hint=f"use moestream start {ours} … and leave out {argument}",
+            )
+        if streaming and flag == "--repack":
+            raise MoestreamError(
+                f"{argument} after -- collides with --no-repack, which expert streaming needs for now",
+                hint=f"leave out {argument}, or serve without streaming: --slots off",
+            )
+
+
+def build_argv(server: Path, settings: ServerSettings) -> list[str]:
+    """The command line that starts llama-server with these settings.
+
+    Args:
+        server: path of the llama-server program.
+        settings: see :class:`ServerSettings`.
+
+    Raises:
+        MoestreamError: the settings contradict each other.
+    """
+    check_extra(settings.extra, streaming=settings.streaming)
+    argv = [str(server), "-m", str(settings.model)]
+    engine_flags = (
+        ("--io-threads", "--moe-io-threads", settings.io_threads),
+        ("--io", "--moe-io", settings.io),
+        ("--policy", "--moe-policy", settings.policy),
+        ("--overlap", "--moe-overlap", settings.overlap),
+    )
+    if settings.streaming:
+        argv += ["--moe-slots", settings.slots]
+        for _, flag, value in engine_flags:
+            if value is not None:
+                argv += [flag, str(value)]
+        # The plain kernels are the ones with which streaming gives stock's bits.
+        if not {"-nr", "--no-repack"} & {flag_of(a) for a in settings.extra}:
+            argv.append("--no-repack")
+    else:
+        for ours, _, value in engine_flags:
+            if value is not None:
+                raise MoestreamError(
+                    f"{ours} {value} has no effect with --slots off", hint=f"leave out {ours}, or set --slots"
+                )
+    argv += ["--metrics", "--host", settings.host, "--port", str(settings.port)]
+    if settings.ctx is not None:
+        argv += ["-c", str(settings.ctx)]
+    if settings.parallel is not None:
+        argv += ["-np", str(settings.parallel)]
+    return [*argv, *settings.extra]
+
+
+def value_after(extra: Sequence[str], *flags: str) -> str | None:
+    """The value of the last of these flags among extra arguments, None where it is not given."""
+    found = None
+    for i, argument in enumerate(extra[:-1]):
+        if flag_of(argument) in flags:
+            found = extra[i + 1]
+    return found

@@ -1,0 +1,97 @@
+"""What a server reports, as lines for a person. Pure."""
+
+from __future__ import annotations
+
+from moestream.server.client import Stats
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(n_bytes: float) -> str:
+    """``1536`` → ``1.5 KiB``."""
+    value, index = float(n_bytes), 0
+    while abs(value) >= 1024 and index < len(_UNITS) - 1:
+        value, index = value / 1024, index + 1
+    unit = _UNITS[index]
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """``3725`` → ``1 h 2 min``."""
+    s = max(0, int(seconds))
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60} min {s % 60} s"
+    if s < 86400:
+        return f"{s // 3600} h {s % 3600 // 60} min"
+    return f"{s // 86400} d {s % 86400 // 3600} h"
+
+
+def slots_line(stats: Stats) -> str:
+    """The slots in force, or why there are none."""
+    if not stats.available:
+        return f"unknown: {stats.reason}"
+    if not stats.streaming:
+        return "off: expert streaming is off, all weights are loaded as llama.cpp does"
+    raw = stats.raw or {}
+    io = raw.get("io") or {}
+    text = f"{raw.get('slots')} of {raw.get('n_expert')} experts in each of {raw.get('n_layer_moe')} MoE layers"
+    text += f" ({raw.get('n_expert_used')} used per token), policy {raw.get('policy')}"
+    text += f", {io.get('mode')} reads by {io.get('threads')} threads"
+    text += f", overlap {'on' if raw.get('overlap') else 'off'}"
+    return text
+
+
+def kernels_line(stats: Stats, *, no_repack: bool) -> str | None:
+    """Which kernels are used; bit identity with stock llama.cpp depends on it."""
+    kernels = (stats.raw or {}).get("kernels") or {}
+    parts = []
+    if kernels:
+        parts.append(f"experts {kernels.get('experts')}, dense weights {kernels.get('dense')}")
+    if no_repack:
+        parts.append("--no-repack: the same bits as stock llama.cpp with --no-repack")
+    return "; ".join(parts) or None
+
+
+_MEMORY = (
+    ("pool_bytes", "expert slots"),
+    ("staging_bytes", "staging"),
+    ("bounce_bytes", "bounce buffers"),
+    ("dense_bytes", "dense weights"),
+    ("kv_bytes", "KV cache"),
+    ("compute_bytes", "compute"),
+)
+
+
+def memory_line(stats: Stats) -> str | None:
+    """The memory the server accounts for, None when it does not say."""
+    memory = stats.memory
+    if not memory:
+        return None
+    parts = [f"{label} {size(memory[key])}" for key, label in _MEMORY if memory.get(key)]
+    total = memory.get("total_bytes")
+    head = [f"{size(total)} in all"] if total is not None else []
+    return ": ".join(filter(None, [*head, ", ".join(parts)]))
+
+
+def traffic_line(stats: Stats) -> str | None:
+    """Totals of all layers since the start; None when streaming is off or unknown."""
+    if not stats.streaming:
+        return None
+    rate = stats.hit_rate
+    if rate is None:
+        return "no expert was looked up yet"
+    text = (
+        f"hit rate {rate:.1%}, {stats.total('hits')} hits, {stats.total('misses')} misses, "
+        f"{stats.total('bytes_read') / 2**20:.1f} MiB read, {stats.total('stall_us') / 1000:.0f} ms stalled"
+    )
+    errors = stats.total("read_errors")
+    return text + (f", {errors} READ ERRORS" if errors else "")
+
+
+def table(rows: list[tuple[str, str | None]]) -> str:
+    """``label  value`` lines, aligned; rows without a value are left out."""
+    kept = [(label, value) for label, value in rows if value is not None]
+    width = max((len(label) for label, _ in kept), default=0)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in kept)

@@ -1,0 +1,155 @@
+"""A tiny llama-server with fault switches, for tests of what watches it. The standard library alone.
+
+Installed under the name ``llama-server`` in a made-up engine; see ``conftest.py``. It takes llama-server's own
+arguments and answers /health, /props, /moe/stats, /v1/chat/completions. Switches come in the environment variable
+FAKE_LLAMA, separated by commas:
+
+    slow=S            503 on /health for S seconds, then ready
+    never-healthy     503 for ever
+    never-listens     runs, opens no port
+    hangs             accepts connections and never answers
+    dies-at-once=C    prints a few lines and exits with code C
+    dies-by=N         kills itself with signal N before it is ready
+    dies-later=S      exits with code 9, S seconds after it became ready
+    ignores-sigterm
+    prints-much=M     prints M MiB before it is ready
+    unknown-arch      gives up as llama-server does on an architecture it does not know
+    no-stats          404 on /moe/stats, as stock llama-server
+    streaming-off
+    needs-key=K       401 on everything but /health without this API key
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+def switches():
+    pairs = [part.partition("=") for part in os.environ.get("FAKE_LLAMA", "").split(",") if part]
+    return {name: value for name, _, value in pairs}
+
+
+def value_of(flag, default=None):
+    return sys.argv[sys.argv.index(flag) + 1] if flag in sys.argv else default
+
+
+FAULTS = switches()
+READY_AT = None
+
+
+def log(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def stats():
+    if "streaming-off" in FAULTS:
+        return {"schema": "moestream/stats/1", "streaming": False}
+    slots = value_of("--moe-slots")
+    n_slots = 12 if slots == "auto" else 64 if slots == "all" else int(slots)
+    layer = {"slots": n_slots, "hits": 30, "misses": 10, "evictions": 2, "bytes_needed": 40 << 20,
+             "bytes_read": 10 << 20, "stall_us": 1500}  # fmt: skip
+    return {
+        "schema": "moestream/stats/1", "streaming": True, "n_layer_moe": 8, "n_expert": 64, "n_expert_used": 6,
+        "slots": n_slots, "policy": value_of("--moe-policy", "lru"),
+        "io": {"mode": "buffered", "requested": value_of("--moe-io", "auto"), "reason": "", "threads": 4},
+        "overlap": True, "placement": "cpu", "kernels": {"experts": "plain", "dense": "plain"},
+        "memory": {"pool_bytes": 4 << 20, "staging_bytes": 1 << 20, "bounce_bytes": 0, "dense_bytes": 8 << 20,
+                   "kv_bytes": 2 << 20, "compute_bytes": 1 << 20, "total_bytes": 16 << 20},
+        "totals": {"hits": 240, "misses": 80, "evictions": 16, "bytes_needed": 320 << 20, "bytes_read": 80 << 20,
+                   "stall_us": 12000, "tokens_decode": 50, "read_errors": 0},
+        "layers": [{"layer": i, **layer} for i in range(8)],
+        "a_later_field": {"must": "not matter"},
+    }  # fmt: skip
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, format, *args):
+        log("request: " + format % args)
+
+    def answer(self, code, body):
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def refused(self):
+        key = FAULTS.get("needs-key")
+        if key and self.headers.get("Authorization") != f"Bearer {key}":
+            self.answer(401, {"error": {"message": "Invalid API Key"}})
+            return True
+        return False
+
+    def do_GET(self):
+        if "hangs" in FAULTS:
+            time.sleep(3600)
+        if self.path == "/health":
+            ready = READY_AT is not None and time.monotonic() >= READY_AT
+            self.answer(200 if ready else 503, {"status": "ok"} if ready else {"error": {"code": 503}})
+        elif self.refused():
+            return
+        elif self.path == "/props":
+            self.answer(200, {"total_slots": 4, "default_generation_settings": {"n_ctx": 2048}})
+        elif self.path == "/moe/stats" and "no-stats" not in FAULTS:
+            self.answer(200, stats())
+        else:
+            self.answer(404, {"error": {"code": 404}})
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.refused():
+            return
+        if self.path != "/v1/chat/completions":
+            self.answer(404, {"error": {"code": 404}})
+            return
+        content = "You asked: " + request["messages"][-1]["content"]
+        self.answer(200, {"choices": [{"message": {"role": "assistant", "content": content}}]})
+
+
+def main():
+    global READY_AT
+    log("fake llama-server " + " ".join(sys.argv[1:]))
+    if "ignores-sigterm" in FAULTS:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    if "prints-much" in FAULTS:
+        line = "x" * 1023
+        for _ in range(int(FAULTS["prints-much"]) * 1024):
+            print(line)
+        sys.stdout.flush()
+    if "dies-at-once" in FAULTS:
+        log("llama_model_load: error: the tensor data is damaged")
+        log("srv: exiting due to model loading error")
+        sys.exit(int(FAULTS["dies-at-once"]))
+    if "unknown-arch" in FAULTS:
+        log("llama_model_load: error loading model: unknown model architecture: 'marvin42'")
+        sys.exit(1)
+    if "dies-by" in FAULTS:
+        os.kill(os.getpid(), int(FAULTS["dies-by"]))
+    if "never-listens" in FAULTS:
+        time.sleep(3600)
+    try:
+        server = ThreadingHTTPServer((value_of("--host"), int(value_of("--port"))), Handler)
+    except OSError:
+        log(f"srv: couldn't bind HTTP server socket, hostname: {value_of('--host')}, port: {value_of('--port')}")
+        sys.exit(1)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    if "never-healthy" not in FAULTS:
+        READY_AT = time.monotonic() + float(FAULTS.get("slow", 0))
+    log("loading the model")
+    if "dies-later" in FAULTS:
+        time.sleep(max(0.0, READY_AT - time.monotonic()) + float(FAULTS["dies-later"]))
+        log("fatal: the disk went away")
+        os._exit(9)
+    while True:
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    main()
