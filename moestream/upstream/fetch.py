@@ -6,13 +6,16 @@ handed to pip too: it then refuses a wrong archive before it looks inside.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import lzma
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -170,9 +173,17 @@ def _open_archive(archive: Path) -> tarfile.TarFile:
         ) from error
 
 
+@contextlib.contextmanager
+def _damage_reported(archive: Path) -> Iterator[None]:
+    try:
+        yield
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise MoestreamError(f"{archive} is damaged: {error}", hint="get it again, then run moestream build") from error
+
+
 def _archive_prefix(archive: Path) -> str:
     """The folder of llama.cpp inside an archive, with a trailing ``/``."""
-    with _open_archive(archive) as tar:
+    with _damage_reported(archive), _open_archive(archive) as tar:
         names = tar.getnames()
     marks = [name for name in names if name.endswith("/" + _LLAMA_CPP_MARK)]
     if not marks:
@@ -203,26 +214,23 @@ def unpack(source: Source, destination: Path) -> None:
 
 
 def _unpack_archive(archive: Path, prefix: str, destination: Path) -> None:
-    try:
-        with _open_archive(archive) as tar:
-            for member in tar:
-                if not member.name.startswith(prefix) or member.isdir():
-                    continue
-                relative = PurePosixPath(member.name.removeprefix(prefix))
-                if relative.is_absolute() or ".." in relative.parts or not member.isfile():
-                    raise MoestreamError(
-                        f"{archive}: {member.name} is not a plain file inside the archive's folder",
-                        hint="do not use this archive",
-                    )
-                if relative.parts[0] == ".git":
-                    continue
-                target = destination.joinpath(*relative.parts)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                content = tar.extractfile(member)
-                assert content is not None  # a regular file has content
-                with target.open("wb") as out:
-                    shutil.copyfileobj(content, out, 1 << 20)
-                target.chmod(0o755 if member.mode & 0o100 else 0o644)
-                os.utime(target, (member.mtime, member.mtime))
-    except (tarfile.TarError, EOFError) as error:
-        raise MoestreamError(f"{archive} is damaged: {error}", hint="delete it and run moestream build again") from error
+    with _damage_reported(archive), _open_archive(archive) as tar:
+        for member in tar:
+            if not member.name.startswith(prefix) or member.isdir():
+                continue
+            relative = PurePosixPath(member.name.removeprefix(prefix))
+            if relative.is_absolute() or ".." in relative.parts or not member.isfile():
+                raise MoestreamError(
+                    f"{archive}: {member.name} is not a plain file inside the archive's folder",
+                    hint="do not use this archive",
+                )
+            if relative.parts[0] == ".git":
+                continue
+            target = destination.joinpath(*relative.parts)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            content = tar.extractfile(member)
+            assert content is not None  # a regular file has content
+            with target.open("wb") as out:
+                shutil.copyfileobj(content, out, 1 << 20)
+            target.chmod(0o755 if member.mode & 0o100 else 0o644)
+            os.utime(target, (member.mtime, member.mtime))

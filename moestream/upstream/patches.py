@@ -80,7 +80,7 @@ def parse_patch(text: str) -> Patch:
     header: list[str] = []
     extras: list[str] = []
     files: list[FilePatch] = []
-    lines = text.split("\n")
+    lines = text.removesuffix("\n").split("\n")
     started = False
     position = 0
     while position < len(lines):
