@@ -1,0 +1,82 @@
+# Two targets do all the set-up: `make run` and `make test`. CONTRIBUTING.md lists the others.
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+# The server's web page takes npm another minute or two and no test looks at it.
+BUILD  := $(BIN)/moestream build --no-ui
+MODEL  ?=
+SLOTS  ?=
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: run test venv engine engine-tests lint test-unit test-cli test-patches test-native test-service test-identity \
+        test-e2e test-wheel clean
+
+# ---- set-up
+
+# cmake and ninja come as wheels where the system has none.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	for tool in cmake ninja; do \
+	  command -v $$tool >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $$tool || exit 1; \
+	done
+	touch $@
+
+venv: $(VENV)/.installed
+
+engine: venv
+	$(BIN)/moestream build
+
+# The product's programs, and upstream's tests with our test series on top, from one build tree.
+engine-tests: venv
+	$(BUILD) --test-series
+
+# ---- run: build, serve the demo model (or MODEL=x.gguf SLOTS=32), ask one question
+
+run: engine
+	$(BIN)/python -m moestream.demo $(if $(MODEL),--model "$(MODEL)") $(if $(SLOTS),--slots "$(SLOTS)")
+
+# ---- tests that need no GPU; the last line is pytest's own count
+
+test: lint test-native engine-tests
+	$(PYTEST) tests/unit tests/patches tests/cli tests/service tests/identity tests/e2e tests/wheel
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+test-unit: venv
+	$(PYTEST) tests/unit
+
+test-cli: venv
+	$(PYTEST) tests/cli
+
+test-patches: venv
+	$(PYTEST) tests/patches
+
+test-service: venv
+	$(PYTEST) tests/service
+
+# The engine's parts alone: no llama.cpp is compiled.
+test-native: venv
+	export PATH="$$PATH:$(CURDIR)/$(BIN)"; \
+	cmake -S tests/native -B build/native -G Ninja -DCMAKE_BUILD_TYPE=Release && \
+	cmake --build build/native -j $(JOBS) && \
+	ctest --test-dir build/native --output-on-failure --no-tests=error -j $(JOBS)
+
+test-identity: engine-tests
+	$(PYTEST) tests/identity
+
+test-e2e: engine-tests
+	$(PYTEST) tests/e2e
+
+# Builds the wheel, installs it outside the checkout, builds the engine with it and serves the demo model.
+test-wheel: venv
+	$(PYTEST) tests/wheel
+
+clean:
+	rm -rf build dist vendor/llama.cpp
