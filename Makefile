@@ -61,12 +61,9 @@ test-patches: venv
 test-service: venv
 	$(PYTEST) tests/service
 
-# The engine's parts alone: no llama.cpp is compiled.
+# The engine's parts alone, also under the address, undefined-behaviour and thread sanitizers: no llama.cpp is compiled.
 test-native: venv
-	export PATH="$$PATH:$(CURDIR)/$(BIN)"; \
-	cmake -S tests/native -B build/native -G Ninja -DCMAKE_BUILD_TYPE=Release && \
-	cmake --build build/native -j $(JOBS) && \
-	ctest --test-dir build/native --output-on-failure --no-tests=error -j $(JOBS)
+	PATH="$$PATH:$(CURDIR)/$(BIN)" JOBS=$(JOBS) tests/native/run.sh all
 
 test-identity: engine-tests
 	$(PYTEST) tests/identity

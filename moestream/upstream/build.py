@@ -44,7 +44,10 @@ PRODUCT_TARGETS = (
     "llama-gguf-split",
     "llama-completion",
 )
-TEST_TARGETS = ("test-llama-archs",)
+# Upstream's test that makes a tiny model of every architecture.
+UPSTREAM_TEST_TARGETS = ("test-llama-archs",)
+# Ours, in tests/identity; engine/moestream.cmake joins that folder where it exists, which is in a checkout.
+IDENTITY_TARGETS = ("moe-identity",)
 
 _BACKEND_OPTION = {"cuda": "GGML_CUDA", "vulkan": "GGML_VULKAN", "metal": "GGML_METAL", "hip": "GGML_HIP"}
 _BUILD_ESTIMATE_BYTES = {"cpu": 500 * MIB, "vulkan": 900 * MIB, "metal": 600 * MIB, "cuda": 3000 * MIB, "hip": 3000 * MIB}
@@ -102,7 +105,7 @@ def build(
         clean: throw the source tree and the build tree away first.
         web_ui: whether llama-server gets its web page; None builds it where npm is present.
         cmake_args: further ``-D…`` arguments; they make another engine.
-        test_series: apply ``patches/test/series`` too, which touches only upstream's tests, and build TEST_TARGETS.
+        test_series: apply ``patches/test/series`` too, which touches only upstream's tests, and build the test programs.
             The product's programs are the same with and without it.
 
     Raises:
@@ -126,8 +129,8 @@ def build(
     wanted = Engine(
         id="", path=Path(), source=origin.label, sources_sha256=engines.sources_hash(), backend=backend,
         cpu=engines.cpu_kind(), built_at="", tools=(), cmake_args=(), extra_cmake_args=tuple(cmake_args), web_ui=False,
-        targets=tuple(dict.fromkeys([*PRODUCT_TARGETS, *targets, *(TEST_TARGETS if test_series else ())])),
-        test_series_sha256=series_hash(test_patches) if test_series else "",
+        targets=tuple(dict.fromkeys([*PRODUCT_TARGETS, *targets, *(test_targets() if test_series else ())])),
+        test_series_sha256=_test_sources_hash(test_patches) if test_series else "",
     )  # fmt: skip
     name = engines.engine_id(wanted.source, wanted.sources_sha256, backend, wanted.cpu, wanted.extra_cmake_args)
     wanted = replace(wanted, id=name, path=paths.engines_dir() / name)
@@ -171,6 +174,23 @@ def build(
             wanted, cmake_args=tuple(arguments), web_ui=has_ui, built_at=datetime.now(UTC).isoformat(timespec="seconds")
         )
         return BuildResult(_install(engine, build_tree / "bin"), built=True)
+
+
+def _identity_sources() -> list[Path]:
+    folder = paths.engine_source_dir().parent / "tests" / "identity"
+    return sorted(file for file in folder.glob("*") if file.suffix in (".cpp", ".h", ".txt"))
+
+
+def test_targets() -> tuple[str, ...]:
+    """The test programs that can be built here."""
+    return UPSTREAM_TEST_TARGETS + (IDENTITY_TARGETS if _identity_sources() else ())
+
+
+def _test_sources_hash(test_patches: list[Path]) -> str:
+    digest = hashlib.sha256(series_hash(test_patches).encode())
+    for file in _identity_sources():
+        digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _covers(present: Engine, wanted: Engine, web_ui: bool | None) -> bool:
@@ -351,7 +371,7 @@ class _Compiler:
         no_space = unknown_target = ""
         with (
             full_disk_reported(self.build_tree, "compiling"),
-            self.log.open("a", encoding="utf-8") as log,
+            self.log.open("a", buffering=1, encoding="utf-8") as log,
             subprocess.Popen(
                 command, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, text=True, errors="replace",

@@ -39,7 +39,7 @@ class Engine:
         targets: what was asked for.   tools: the programs in ``bin_dir``.
         cmake_args: the full list passed to cmake.   extra_cmake_args: those named by the user.
         web_ui: whether llama-server carries its web page.
-        test_series_sha256: of the test-only patches under the test programs; "" without them.
+        test_series_sha256: of the test-only patches and our sources of the test programs; "" without them.
     """
 
     id: str

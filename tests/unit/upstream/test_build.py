@@ -11,7 +11,7 @@ import pytest
 from moestream import paths
 from moestream.errors import MoestreamError
 from moestream.upstream import build as building
-from moestream.upstream.build import PRODUCT_TARGETS, TEST_TARGETS, SilentReporter, build, find_tools
+from moestream.upstream.build import PRODUCT_TARGETS, SilentReporter, build, find_tools
 from moestream.upstream.engines import in_use, read_engine
 
 CMAKE = """
@@ -85,7 +85,7 @@ def test_built_installed_and_not_built_again(machine, archive):
     first = build(source=archive, jobs=3, reporter=recorder)
     assert first.built
     assert [call.split()[0] for call in machine()] == ["cmake", "ninja"]
-    assert machine()[1].split()[3:] == ["-j", "3", *PRODUCT_TARGETS][0:2] + list(PRODUCT_TARGETS)
+    assert machine()[1].split()[3:] == ["-j", "3", *PRODUCT_TARGETS]
     assert recorder.seen == [(n, len(PRODUCT_TARGETS)) for n in range(1, len(PRODUCT_TARGETS) + 1)]
     engine = first.engine
     assert engine.source == "9.9.9"
@@ -155,12 +155,19 @@ def test_the_test_series_adds_programs_to_the_same_engine(machine, archive, ship
     (shipped / "patches/test/series").write_text("t.patch\n")
     tested = build(source=archive, test_series=True)
     assert tested.built and tested.engine.id == plain.id
-    assert set(TEST_TARGETS) <= set(tested.engine.tools)
+    assert "test-llama-archs" in tested.engine.tools
     assert "-DLLAMA_BUILD_TESTS=ON" in machine()[2]
     assert (paths.workspace_dir() / "vendor/llama.cpp/tests/test-llama-archs.cpp").read_text().startswith("beta")
     assert not build(source=archive, test_series=True).built
     assert not build(source=archive).built
     (shipped / "patches/test/t.patch").write_text(patch.replace("+beta", "+delta"))
+    assert build(source=archive, test_series=True).built
+
+    (shipped / "tests/identity").mkdir(parents=True)
+    (shipped / "tests/identity/moe-identity.cpp").write_text("// 1\n")
+    assert "moe-identity" in build(source=archive, test_series=True).engine.tools
+    assert not build(source=archive, test_series=True).built
+    (shipped / "tests/identity/moe-identity.cpp").write_text("// 2\n")
     assert build(source=archive, test_series=True).built
 
 
