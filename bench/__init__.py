@@ -1,0 +1,1 @@
+"""Measurements; see docs/measuring.md. Not part of the installed package."""
