@@ -10,12 +10,13 @@ Exit codes: 0 done; 1 (or the error's own) an expected failure; 2 wrong usage; 7
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -43,9 +44,11 @@ def _rendered(function: Callable[..., Result | Iterator[Result] | None]) -> Call
     @functools.wraps(function)
     def run(*args: object, as_json: bool, **kwargs: object) -> None:
         result = function(*args, **kwargs)
-        if isinstance(result, Iterator):
-            for part in result:
-                emit(part, as_json=as_json)
+        if isinstance(result, Generator):
+            # Closed here and not by the garbage collector: a failing print must end what the command has started.
+            with contextlib.closing(result):
+                for part in result:
+                    emit(part, as_json=as_json)
         elif result is not None:
             emit(result, as_json=as_json)
 
@@ -102,6 +105,13 @@ def _verbose_first(arguments: Sequence[str]) -> tuple[list[str], bool]:
     return [argument for argument in head if argument != "--verbose"] + rest, verbose
 
 
+def print_error(error: MoestreamError) -> None:
+    """Print an expected failure to stderr."""
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit. ``arguments`` defaults to those of the process."""
     args, verbose = _verbose_first(sys.argv[1:] if arguments is None else arguments)
@@ -110,9 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MoestreamError as error:
         if verbose:
             traceback.print_exc()
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
+        print_error(error)
         sys.exit(error.exit_code)
     except Exception as error:
         if verbose:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,7 @@ import typer
 from moestream.errors import MoestreamError
 from moestream.result import Result
 from moestream.server.records import RecordStore, ServerRecord, tail
+from moestream.server.supervise import stop_on_signals
 
 POLL_S = 0.1
 MAX_LINES = 1_000_000
@@ -25,9 +26,7 @@ def _choose(store: RecordStore, port: int | None) -> tuple[int, Path]:
         record = store.read(port)
         path = Path(record.log_path) if isinstance(record, ServerRecord) else store.log_path(port)
         if not path.exists():
-            raise MoestreamError(
-                f"there is no log of a server on port {port}", hint="moestream status lists the servers"
-            )
+            raise MoestreamError(f"there is no log of a server on port {port}", hint="moestream status lists the servers")
         return port, path
     live = [r for r in store.all() if isinstance(r, ServerRecord) and r.alive]
     if len(live) > 1:
@@ -90,10 +89,8 @@ def _replaced(path: Path, fd: int, position: int) -> bool:
 def logs(
     port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="N", help="Of the server on this port.")] = None,
     follow_: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C or the server ends.")] = False,
-    lines: Annotated[
-        int | None, typer.Option("--lines", "-n", min=0, metavar="N", help="Only the last N lines.")
-    ] = None,
-) -> Iterator[Result]:
+    lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, metavar="N", help="Only the last N lines.")] = None,
+) -> Generator[Result, None, None]:
     """Print the log of a server, also after it has ended."""
     store = RecordStore()
     found, path = _choose(store, port)
@@ -106,12 +103,12 @@ def logs(
         yield result(tail(path, wanted, 1 << 30))
         return
 
-    def running() -> bool:
-        record = store.read(found)
-        return isinstance(record, ServerRecord) and record.alive
+    # A flag and no KeyboardInterrupt: that would as likely hit whoever prints what is yielded here.
+    with stop_on_signals(lambda: None) as signals:
 
-    try:
+        def running() -> bool:
+            record = store.read(found)
+            return not signals and isinstance(record, ServerRecord) and record.alive
+
         for some in follow(path, wanted, running):
             yield result(some)
-    except KeyboardInterrupt:
-        return

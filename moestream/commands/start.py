@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,9 +96,7 @@ def _api_key(extra: tuple[str, ...]) -> str | None:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except OSError as error:
-            raise MoestreamError(
-                f"cannot read --api-key-file {file}: {error.strerror}", hint="check the path"
-            ) from error
+            raise MoestreamError(f"cannot read --api-key-file {file}: {error.strerror}", hint="check the path") from error
         return next((line for line in lines if line and not line.startswith("#")), None)
     return None
 
@@ -201,7 +199,7 @@ def _without_key(argv: tuple[str, ...]) -> list[str]:
     return ["…" if i and argv[i - 1] == "--api-key" else a for i, a in enumerate(argv)]
 
 
-def serve(plan: ServerPlan) -> Iterator[Result]:
+def serve(plan: ServerPlan) -> Generator[Result, None, None]:
     """Serve in the foreground: yields the report at ready, returns when the server was stopped.
 
     Closing the iterator stops the server too.
@@ -263,9 +261,7 @@ def start(
     slots: Annotated[
         str, typer.Option(metavar="N|auto|all|off", help="Expert slots in each MoE layer; off: no streaming.")
     ] = "auto",
-    ctx: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Context in tokens; 0: as the model was trained.")
-    ] = None,
+    ctx: Annotated[int | None, typer.Option(min=0, metavar="N", help="Context in tokens; 0: as the model was trained.")] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = DEFAULT_HOST,
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen on; 0: any free one.")
@@ -282,10 +278,8 @@ def start(
     ready_timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Give up when it is not ready by then; 0: never.")
     ] = 900.0,
-    extra: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- LLAMA ARGS…]", help="Passed on to llama-server.")
-    ] = None,
-) -> Iterator[Result]:
+    extra: Annotated[list[str] | None, typer.Argument(metavar="[-- LLAMA ARGS…]", help="Passed on to llama-server.")] = None,
+) -> Generator[Result, None, None]:
     """Serve a model, experts left on disk, through an OpenAI-compatible server."""
     settings = ServerSettings(
         model=model, slots=parse_slots(slots), ctx=ctx, host=host, port=port, parallel=parallel,

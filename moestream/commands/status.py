@@ -90,9 +90,7 @@ def describe(record: ServerRecord) -> tuple[dict[str, Any], str]:
 
 
 def status(
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, metavar="N", help="Only the server on this port.")
-    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="N", help="Only the server on this port.")] = None,
 ) -> Result:
     """Show the servers that moestream has started."""
     store = RecordStore()

@@ -66,9 +66,7 @@ def stop_server(store: RecordStore, record: ServerRecord | BrokenRecord, *, grac
 def stop(
     port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="N", help="The server on this port.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="Every server.")] = False,
-    grace: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long it may take before it is killed.")
-    ] = 10.0,
+    grace: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How long it may take before it is killed.")] = 10.0,
 ) -> Result:
     """Stop a server: the only one, the one on --port, or --all."""
     store = RecordStore()
@@ -77,9 +75,7 @@ def stop(
     if port is not None:
         record = store.read(port)
         if record is None:
-            raise MoestreamError(
-                f"moestream has started no server on port {port}", hint="moestream status lists the servers"
-            )
+            raise MoestreamError(f"moestream has started no server on port {port}", hint="moestream status lists the servers")
         chosen = [record]
     else:
         chosen = list(store.all())

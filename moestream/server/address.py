@@ -27,9 +27,7 @@ def _sockaddr(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object,
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
-        raise MoestreamError(
-            f"--host {host}: not an address of this machine ({error})", hint="use --host 127.0.0.1"
-        ) from error
+        raise MoestreamError(f"--host {host}: not an address of this machine ({error})", hint="use --host 127.0.0.1") from error
     family, _, _, _, address = info[0]
     return family, address
 
@@ -105,9 +103,7 @@ def check_free(host: str, port: int) -> None:
         MoestreamError: the port is taken (by whom, when that can be known) or may not be used.
     """
     if host.endswith(".sock"):
-        raise MoestreamError(
-            f"--host {host}: moestream serves TCP addresses, not Unix sockets", hint="use --host 127.0.0.1"
-        )
+        raise MoestreamError(f"--host {host}: moestream serves TCP addresses, not Unix sockets", hint="use --host 127.0.0.1")
     if not 0 < port < 65536:
         raise MoestreamError(f"--port {port}: expected 1 to 65535", hint="use --port 8080")
     error = bind_error(host, port)
@@ -116,13 +112,9 @@ def check_free(host: str, port: int) -> None:
     if error.errno == errno.EADDRINUSE:
         owner = port_owner(port)
         by = f" by {owner}" if owner else " by another process"
-        raise MoestreamError(
-            f"port {port} on {host} is in use{by}", hint=f"use a free port: --port {free_port(host, port)}"
-        )
+        raise MoestreamError(f"port {port} on {host} is in use{by}", hint=f"use a free port: --port {free_port(host, port)}")
     if error.errno == errno.EACCES:
-        raise MoestreamError(
-            f"port {port} on {host} may not be used by this user", hint="use a port above 1023: --port 8080"
-        )
+        raise MoestreamError(f"port {port} on {host} may not be used by this user", hint="use a port above 1023: --port 8080")
     if error.errno == errno.EADDRNOTAVAIL:
         raise MoestreamError(f"--host {host}: not an address of this machine", hint="use --host 127.0.0.1")
     raise MoestreamError(f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}")

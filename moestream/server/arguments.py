@@ -148,9 +148,7 @@ def build_argv(server: Path, settings: ServerSettings) -> list[str]:
     else:
         for ours, _, value in engine_flags:
             if value is not None:
-                raise MoestreamError(
-                    f"{ours} {value} has no effect with --slots off", hint=f"leave out {ours}, or set --slots"
-                )
+                raise MoestreamError(f"{ours} {value} has no effect with --slots off", hint=f"leave out {ours}, or set --slots")
     argv += ["--metrics", "--host", settings.host, "--port", str(settings.port)]
     if settings.ctx is not None:
         argv += ["-c", str(settings.ctx)]

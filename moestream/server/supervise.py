@@ -6,6 +6,7 @@ which gets its plan on stdin as JSON and reports on a pipe. Both run the same :c
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -105,6 +106,8 @@ class Supervisor:
             self.store.remove(record)
             raise
         self._record = record
+        # The last chance for an orderly stop: after atexit the interpreter freezes the process's thread.
+        atexit.register(self.stop)
         self.process.start()
 
     def stop(self) -> Snapshot:
@@ -118,6 +121,7 @@ class Supervisor:
     def wait_exit(self) -> Snapshot:
         """Wait until the server has ended, for however long it runs."""
         snapshot = self.process.wait(lambda s: s.state is State.EXITED)
+        atexit.unregister(self.stop)
         self._prober.close()
         return snapshot
 

@@ -1,6 +1,6 @@
 """A tiny llama-server with fault switches, for tests of what watches it. The standard library alone.
 
-Installed under the name ``llama-server`` in a made-up engine; see ``conftest.py``. It takes llama-server's own
+Installed under the name ``llama-server`` in a made-up engine; see ``service_harness.py``. It takes llama-server's own
 arguments and answers /health, /props, /moe/stats, /v1/chat/completions. Switches come in the environment variable
 FAKE_LLAMA, separated by commas:
 

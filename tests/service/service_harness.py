@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,10 @@ class Home:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("LLAMA_", "MOESTREAM_"))}
         return {**kept, "MOESTREAM_HOME": str(self.folder), "FAKE_LLAMA": fake, "PYTHONPATH": str(ROOT)}
 
-    def popen(self, *arguments: str, fake: str = "", **options: Any) -> subprocess.Popen[str]:
+    def popen(self, *arguments: str, fake: str = "", stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "moestream.cli", *arguments],
-            env=self.environment(fake), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+            env=self.environment(fake), stdout=subprocess.PIPE, stderr=stderr, text=True,
         )  # fmt: skip
         self.started.append(process)
         return process
@@ -120,7 +120,7 @@ class Home:
 
     def clean(self) -> None:
         for record in (self.folder / "state" / "servers").glob("*.json"):
-            with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
+            with contextlib.suppress(ValueError, KeyError, psutil.Error):
                 supervisor = json.loads(record.read_text())["supervisor"]
                 process = psutil.Process(supervisor["pid"])
                 if process.cmdline() == supervisor["cmdline"]:
@@ -135,12 +135,3 @@ class Home:
         for pid in self.servers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    made = Home(tmp_path)
-    try:
-        yield made
-    finally:
-        made.clean()
