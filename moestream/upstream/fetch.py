@@ -108,12 +108,18 @@ def _pip_failure(output: str, pin: Pin, folder: Path) -> MoestreamError:
     if "DO NOT MATCH THE HASHES" in output:
         got = [line.split()[-1] for line in output.splitlines() if line.strip().startswith("Got ")]
         return _mismatch("the downloaded archive", got[0] if got else "another one", pin)
+    offline = "check the network and pip's index settings (pip config list), "
+    if "Retrying (Retry(" in output:
+        # pip goes on to say that it found no version, which would mislead.
+        return MoestreamError(
+            f"no connection to pip's package index, so {pin.package} {pin.version} was not fetched",
+            hint=offline + "or fetch the archive elsewhere and pass it: moestream build --source FILE",
+        )
     lines = [line for line in output.splitlines() if line.strip().startswith("ERROR:")] or output.splitlines()
     reason = lines[0].strip().removeprefix("ERROR:").strip() if lines else "pip said nothing"
     return MoestreamError(
         f"pip could not fetch {pin.package} {pin.version}: {reason}",
-        hint="check the network and pip's index settings (pip config list), "
-        "or fetch the archive elsewhere and pass it: moestream build --source FILE",
+        hint=offline + "or fetch the archive elsewhere and pass it: moestream build --source FILE",
     )
 
 

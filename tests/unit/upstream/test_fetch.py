@@ -63,7 +63,8 @@ def test_a_wrong_archive_is_not_kept(tmp_path, pin, pip):
     ("output", "message", "hint"),
     [
         ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES\\n     Got        0123abcd", "sha256 is 0123abcd, expected", "mirror"),
-        ("WARNING: Retrying\\nERROR: No matching distribution found", "No matching distribution found", "--source FILE"),
+        ("WARNING: Retrying (Retry(total=1)\\nERROR: No matching distribution", "no connection to pip", "--source FILE"),
+        ("ERROR: No matching distribution found", "No matching distribution found", "pip config list"),
         ("ERROR: [Errno 28] No space left on device", "is full (while downloading)", "MOESTREAM_HOME"),
         ("python: No module named pip", "has no pip", "-m ensurepip"),
     ],
