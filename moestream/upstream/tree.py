@@ -69,6 +69,8 @@ def prepare_tree(source: Source, patches: list[Path], tree: Path, scratch: Path)
     with full_disk_reported(tree, "unpacking llama.cpp"):
         tree.parent.mkdir(parents=True, exist_ok=True)
         scratch.mkdir(parents=True, exist_ok=True)
+        for left_by_a_killed_run in scratch.glob("source-*"):
+            shutil.rmtree(left_by_a_killed_run, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=scratch, prefix="source-") as folder:
             fresh = Path(folder, "llama.cpp")
             unpack(source, fresh)

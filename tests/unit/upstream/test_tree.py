@@ -98,6 +98,12 @@ def test_a_tree_of_unknown_origin_is_replaced(archive, place):
     assert json.loads((place[0] / trees.STAMP).read_text())["recipe"][0] == "x"
 
 
+def test_what_a_killed_run_left_is_removed(archive, place):
+    (place[1] / "source-abc" / "llama.cpp").mkdir(parents=True)
+    prepare_tree(Source(archive, "x", False), [], *place)
+    assert list(place[1].iterdir()) == []
+
+
 def test_too_little_space_is_said_first(archive, place, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1 << 20))
     with pytest.raises(MoestreamError, match="needs about 200 MiB"):
