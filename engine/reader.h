@@ -1,0 +1,134 @@
+#pragma once
+
+// Getting expert bytes to where they are computed with: a queue of transfers and a pool of worker threads.
+//
+// A transfer copies `size` bytes to `dst`, from a file (positional read) or from memory. Transfers are submitted in groups;
+// whoever needs the bytes sleeps in transfer_group::wait(). Demand transfers are always taken before background ones.
+// Large reads are cut at multiples of the chunk size of the file, so that several workers share one and direct reads overlap
+// in no block.
+//
+// Errors never throw in a worker: the group remembers the first one in full (operation, file, offset, length, reason) and every
+// failed tag.
+//
+// The files stand behind file_source, so that tests can inject short reads, errors and delays.
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace moe {
+
+class file_source {
+public:
+    virtual ~file_source() = default;
+
+    virtual const std::string & name(int32_t file) const = 0;
+
+    // as pread(2): the bytes read, possibly fewer than asked for, 0 at the end of the file, or -errno
+    virtual int64_t read_at(int32_t file, void * buf, uint64_t size, uint64_t offset) = 0;
+
+    // offset, size and buf of read_at() must be multiples of this many bytes; 1 for buffered reads
+    virtual uint32_t alignment() const = 0;
+};
+
+enum class io_mode : int32_t { automatic = 0, direct = 1, buffered = 2 };
+
+const char * io_mode_name(io_mode mode);
+bool         io_mode_from_name(const std::string & name, io_mode & out);
+
+struct open_file {
+    int         fd;   // borrowed: only read in make_file_source()
+    std::string name; // for messages
+};
+
+// Opens every file anew through its descriptor (so that a renamed or replaced path cannot matter), without read-ahead.
+// mode is direct or buffered. Returns null and says why in error when the file system refuses.
+std::unique_ptr<file_source> make_file_source(const std::vector<open_file> & files, io_mode mode, std::string & error);
+
+struct transfer {
+    int32_t      tag;    // the caller's, reported when the transfer fails
+    int32_t      file;   // ignored when src is set
+    uint64_t     offset; // bytes, in the file; ignored when src is set
+    uint64_t     size;   // bytes
+    void       * dst;
+    const void * src;    // copy from memory instead of reading; null: read
+};
+
+// The transfers that one waits for together. May be submitted to again once it is idle. Not movable.
+class transfer_group {
+public:
+    transfer_group() = default;
+    ~transfer_group() { wait(); } // workers hold its address until its last transfer is done, and a moment longer
+    transfer_group(const transfer_group &) = delete;
+    transfer_group & operator=(const transfer_group &) = delete;
+
+    bool idle() const { return n_pending.load(std::memory_order_acquire) == 0; }
+
+    // sleep until every transfer submitted so far is done; true when all of them succeeded
+    bool wait();
+
+    // both valid while idle, until clear(); a tag is listed once, however many parts of it failed
+    const std::vector<int32_t> & failed_tags() const { return failed; }
+    const std::string &          error()       const { return first_error; }
+
+    // forget the failures; requires idle()
+    void clear();
+
+private:
+    friend class reader;
+
+    std::atomic<int64_t>    n_pending { 0 };
+    std::mutex              mutex;
+    std::condition_variable done;
+    std::vector<int32_t>    failed;
+    std::string             first_error;
+};
+
+enum class urgency : uint8_t { demand, background };
+
+class reader {
+public:
+    // n_threads > 0; chunk_size in bytes, > 0, a multiple of the source's alignment; abort() otherwise
+    reader(std::unique_ptr<file_source> source, int32_t n_threads, uint64_t chunk_size = 1024 * 1024);
+
+    // transfers not yet begun fail with "the reader was stopped"
+    ~reader();
+
+    void submit(transfer_group & group, const std::vector<transfer> & transfers, urgency how);
+
+    int32_t  n_threads()    const { return (int32_t) workers.size(); }
+    uint64_t bounce_bytes() const; // memory held for direct reads
+
+    uint64_t bytes_read() const { return n_bytes_read.load(std::memory_order_relaxed); } // from files, over-reads included
+
+private:
+    struct job {
+        transfer_group * group;
+        transfer         part;
+    };
+
+    void work();
+    void run(const job & j, uint8_t * bounce);
+    bool read_part(const transfer & t, uint8_t * bounce, std::string & error);
+    void finish(const job & j, const std::string & error);
+
+    const std::unique_ptr<file_source> source;
+    const uint64_t                     chunk_size;
+
+    std::mutex              mutex;
+    std::condition_variable wake;
+    std::deque<job>         queue_demand;     // guarded by mutex
+    std::deque<job>         queue_background; // guarded by mutex
+    bool                    stopping = false; // guarded by mutex
+
+    std::atomic<uint64_t>    n_bytes_read { 0 };
+    std::vector<std::thread> workers;
+};
+
+} // namespace moe

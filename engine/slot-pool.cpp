@@ -1,0 +1,111 @@
+#include "slot-pool.h"
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace moe {
+
+#define POOL_CHECK(cond, ...)                                   \
+    do {                                                        \
+        if (!(cond)) {                                          \
+            fprintf(stderr, "slot-pool: broken: %s: ", #cond);  \
+            fprintf(stderr, __VA_ARGS__);                       \
+            fprintf(stderr, "\n");                              \
+            abort();                                            \
+        }                                                       \
+    } while (0)
+
+slot_pool::slot_pool(int32_t n_slot, int32_t n_expert, policy_kind kind)
+    : expert_in(n_slot, -1), slot_of(n_expert, -1), states(n_slot, slot_state::empty), pins(n_slot, 0),
+      order(make_policy(kind, n_slot, n_expert)) {
+    pin_list.reserve(n_slot);
+}
+
+void slot_pool::acquire(const int32_t * experts, int32_t n, std::vector<placement> & out) {
+    POOL_CHECK(n <= n_slot(), "%d experts for %d slots", n, n_slot());
+
+    unpin_all();
+    out.resize(n);
+
+    const auto pin = [&](int32_t slot) {
+        POOL_CHECK(!pins[slot], "expert %d asked for twice in one call", expert_in[slot]);
+        pins[slot] = 1;
+        pin_list.push_back(slot);
+    };
+
+    for (int32_t i = 0; i < n; ++i) {
+        const int32_t e = experts[i];
+        POOL_CHECK(e >= 0 && e < n_expert(), "expert %d of %d", e, n_expert());
+        const int32_t slot = slot_of[e];
+        out[i] = { e, slot, slot < 0, false };
+        if (slot >= 0) {
+            POOL_CHECK(states[slot] == slot_state::ready, "slot %d is still being filled", slot);
+            pin(slot);
+            order->on_use(slot, e);
+        }
+    }
+
+    const auto is_pinned = [this](int32_t slot) { return pins[slot] != 0; };
+
+    for (placement & p : out) {
+        if (!p.miss) {
+            continue;
+        }
+        POOL_CHECK(slot_of[p.expert] < 0, "expert %d asked for twice in one call", p.expert);
+        p.slot = order->victim(is_pinned);
+        POOL_CHECK(p.slot >= 0, "no victim for expert %d", p.expert);
+        POOL_CHECK(states[p.slot] != slot_state::filling, "victim %d is being filled", p.slot);
+
+        const int32_t old = expert_in[p.slot];
+        if (old >= 0) {
+            p.evicted    = true;
+            slot_of[old] = -1;
+        }
+        expert_in[p.slot] = p.expert;
+        slot_of[p.expert] = p.slot;
+        states[p.slot]    = slot_state::filling;
+        pin(p.slot);
+        order->on_use(p.slot, p.expert);
+    }
+}
+
+void slot_pool::commit(int32_t slot) {
+    POOL_CHECK(states[slot] == slot_state::filling, "commit of slot %d", slot);
+    states[slot] = slot_state::ready;
+}
+
+void slot_pool::fail(int32_t slot) {
+    POOL_CHECK(states[slot] == slot_state::filling, "fail of slot %d", slot);
+    slot_of[expert_in[slot]] = -1;
+    expert_in[slot]          = -1;
+    states[slot]             = slot_state::empty;
+    order->on_empty(slot);
+}
+
+void slot_pool::unpin_all() {
+    for (const int32_t slot : pin_list) {
+        pins[slot] = 0;
+    }
+    pin_list.clear();
+}
+
+int32_t slot_pool::peek(int32_t expert) const {
+    const int32_t slot = slot_of[expert];
+    return slot >= 0 && states[slot] == slot_state::ready ? slot : -1;
+}
+
+void slot_pool::self_check() const {
+    int32_t n_pinned = 0;
+    for (int32_t slot = 0; slot < n_slot(); ++slot) {
+        const int32_t e = expert_in[slot];
+        POOL_CHECK((states[slot] == slot_state::empty) == (e < 0), "slot %d, expert %d", slot, e);
+        POOL_CHECK(e < 0 || slot_of[e] == slot, "slot %d holds expert %d, which points to slot %d", slot, e, slot_of[e]);
+        n_pinned += pins[slot];
+    }
+    for (int32_t e = 0; e < n_expert(); ++e) {
+        POOL_CHECK(slot_of[e] < 0 || expert_in[slot_of[e]] == e, "expert %d points to slot %d", e, slot_of[e]);
+    }
+    POOL_CHECK(n_pinned == (int32_t) pin_list.size(), "%d pins, %zu listed", n_pinned, pin_list.size());
+}
+
+} // namespace moe
