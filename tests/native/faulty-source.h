@@ -1,0 +1,105 @@
+#pragma once
+
+// A file_source in memory whose reads go through a hook: short reads, errors, delays, an early end, a log.
+
+#include "check.h"
+#include "reader.h"
+
+#include <cerrno>
+#include <mutex>
+
+struct read_record {
+    int32_t  file;
+    uint64_t offset;
+    uint64_t size;
+};
+
+class faulty_source final : public moe::file_source {
+public:
+    // Called before each read, from the worker's thread, no lock held. Returns the most bytes the read may give, or -errno.
+    using hook_fn = std::function<int64_t(int32_t file, uint64_t size, uint64_t offset)>;
+
+    faulty_source(std::vector<std::string> contents, uint32_t align, hook_fn hook = nullptr)
+        : contents(std::move(contents)), align(align), hook(std::move(hook)) {
+        for (size_t i = 0; i < this->contents.size(); ++i) {
+            names.push_back("file-" + std::to_string(i) + ".gguf");
+        }
+    }
+
+    const std::string & name(int32_t file) const override { return names.at(file); }
+    uint32_t alignment() const override { return align; }
+
+    int64_t read_at(int32_t file, void * buf, uint64_t size, uint64_t offset) override {
+        // the contract of direct reads
+        CHECK(size > 0);
+        CHECK_EQ(offset % align, 0u);
+        CHECK_EQ(size % align, 0u);
+        CHECK_EQ((uintptr_t) buf % align, 0u);
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            records.push_back({ file, offset, size });
+        }
+        int64_t limit = (int64_t) size;
+        if (hook) {
+            limit = std::min(limit, hook(file, size, offset));
+        }
+        if (limit < 0) {
+            return limit;
+        }
+        const std::string & text = contents.at(file);
+        const uint64_t n = offset < text.size() ? std::min((uint64_t) limit, text.size() - offset) : 0;
+        memcpy(buf, text.data() + offset, n);
+        return (int64_t) n;
+    }
+
+    std::vector<read_record> log() const {
+        std::lock_guard<std::mutex> lock(mutex);
+        return records;
+    }
+
+private:
+    std::vector<std::string> contents;
+    std::vector<std::string> names;
+    const uint32_t           align;
+    const hook_fn            hook;
+
+    mutable std::mutex       mutex;
+    std::vector<read_record> records;
+};
+
+inline std::string random_bytes(uint64_t size, uint64_t seed) {
+    test_random rnd(seed);
+    std::string s(size, '\0');
+    for (char & c : s) {
+        c = (char) rnd.next();
+    }
+    return s;
+}
+
+// room for bytes, poisoned, with guard bytes on both sides and any start
+class guarded_buffer {
+public:
+    explicit guarded_buffer(uint64_t size, uint32_t skew = 0) : size(size), start(n_guard + skew), bytes(size + 2 * n_guard + skew, (char) 0xa5) {}
+
+    char *       data()       { return bytes.data() + start; }
+    const char * data() const { return bytes.data() + start; }
+
+    bool holds(const char * expected) const { return memcmp(data(), expected, size) == 0 && guards_intact(); }
+
+    bool guards_intact() const {
+        for (uint64_t i = 0; i < bytes.size(); ++i) {
+            if ((i < start || i >= start + size) && bytes[i] != (char) 0xa5) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    const uint64_t size;
+
+private:
+    static constexpr uint64_t n_guard = 64;
+
+    const uint64_t    start;
+    std::vector<char> bytes;
+};

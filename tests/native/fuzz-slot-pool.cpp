@@ -1,0 +1,250 @@
+// Drives a slot pool and a plain model of it with the same random calls. The model predicts every hit and every victim; a fake
+// store holds bytes per slot, victims are poisoned, and a ready slot must hold its expert's bytes at every step.
+//
+// usage: fuzz-slot-pool [seed [seconds]]
+
+#include "check.h"
+#include "policies.h"
+#include "slot-pool.h"
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <set>
+
+using namespace moe;
+
+static constexpr uint8_t poison = 0xdd;
+
+// Written from the headers' promises alone: maps and sequence numbers, everything looked up by walking.
+struct pool_model {
+    struct held {
+        int32_t expert;
+        bool    ready;
+        int64_t used_at;
+    };
+
+    policy_kind                kind;
+    int32_t                    n_slot;
+    int32_t                    n_expert;
+    std::map<int32_t, held>    slots; // slot -> what it holds; empty slots are missing
+    std::map<int32_t, int64_t> uses;  // expert -> count (lfu)
+    std::set<int32_t>          pins;
+    int64_t                    now = 0;
+
+    int32_t find(int32_t expert) const {
+        for (const auto & s : slots) {
+            if (s.second.expert == expert) {
+                return s.first;
+            }
+        }
+        return -1;
+    }
+
+    void use(int32_t slot) {
+        held & h = slots.at(slot);
+        h.used_at = ++now;
+        uses[h.expert]++;
+        if (now % (64 * n_expert) == 0) {
+            for (auto & u : uses) {
+                u.second /= 2;
+            }
+        }
+    }
+
+    bool has_empty_unpinned() const {
+        for (int32_t s = 0; s < n_slot; ++s) {
+            if (slots.count(s) == 0 && pins.count(s) == 0) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    // of the unpinned slots that hold something
+    int32_t victim() const {
+        int32_t best = -1;
+        for (const auto & s : slots) {
+            if (pins.count(s.first)) {
+                continue;
+            }
+            if (best < 0) {
+                best = s.first;
+                continue;
+            }
+            const held & a = s.second;
+            const held & b = slots.at(best);
+            bool before = false;
+            switch (kind) {
+                case policy_kind::lru: before = a.used_at < b.used_at; break;
+                case policy_kind::lfu: before = std::make_pair(uses.at(a.expert), a.used_at) < std::make_pair(uses.at(b.expert), b.used_at); break;
+            }
+            if (before) {
+                best = s.first;
+            }
+        }
+        return best;
+    }
+};
+
+struct byte_store {
+    static constexpr size_t n_byte = 16;
+
+    std::vector<std::vector<uint8_t>> slots;
+
+    static uint8_t byte_of(int32_t expert, size_t i) { return (uint8_t) (expert * 31 + i * 7 + 1); }
+
+    void fill(int32_t slot, int32_t expert) {
+        for (size_t i = 0; i < n_byte; ++i) {
+            slots[slot][i] = byte_of(expert, i);
+        }
+    }
+
+    bool holds(int32_t slot, int32_t expert) const {
+        for (size_t i = 0; i < n_byte; ++i) {
+            if (slots[slot][i] != byte_of(expert, i)) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+static void compare(const slot_pool & pool, const pool_model & model, const byte_store & store) {
+    pool.self_check();
+    for (int32_t s = 0; s < model.n_slot; ++s) {
+        const auto it = model.slots.find(s);
+        CHECK_EQ(pool.pinned(s), model.pins.count(s) != 0);
+        if (it == model.slots.end()) {
+            CHECK(pool.state(s) == slot_state::empty);
+            CHECK_EQ(pool.expert(s), -1);
+            continue;
+        }
+        CHECK(pool.state(s) == (it->second.ready ? slot_state::ready : slot_state::filling));
+        CHECK_EQ(pool.expert(s), it->second.expert);
+    }
+    for (int32_t e = 0; e < model.n_expert; ++e) {
+        const int32_t slot = model.find(e);
+        const int32_t got  = pool.peek(e);
+        CHECK_EQ(got, slot >= 0 && model.slots.at(slot).ready ? slot : -1);
+        if (got >= 0) {
+            CHECK(store.holds(got, e));
+        }
+    }
+}
+
+static void acquire_both(slot_pool & pool, pool_model & model, byte_store & store, const std::vector<int32_t> & experts) {
+    std::vector<placement> out;
+    pool.acquire(experts.data(), (int32_t) experts.size(), out);
+
+    model.pins.clear();
+    CHECK_EQ(out.size(), experts.size());
+    for (size_t i = 0; i < experts.size(); ++i) {
+        CHECK_EQ(out[i].expert, experts[i]);
+        const int32_t slot = model.find(experts[i]);
+        CHECK_EQ(out[i].miss, slot < 0);
+        if (slot >= 0) {
+            CHECK_EQ(out[i].slot, slot);
+            CHECK(!out[i].evicted);
+            model.pins.insert(slot);
+            model.use(slot);
+        }
+    }
+    for (const placement & p : out) {
+        if (!p.miss) {
+            continue;
+        }
+        CHECK(model.pins.count(p.slot) == 0);
+        if (model.has_empty_unpinned()) {
+            CHECK(p.slot >= 0 && p.slot < model.n_slot);
+            CHECK(model.slots.count(p.slot) == 0);
+            CHECK(!p.evicted);
+        } else {
+            CHECK_EQ(p.slot, model.victim());
+            CHECK(p.evicted);
+        }
+        model.slots[p.slot] = { p.expert, false, 0 };
+        model.pins.insert(p.slot);
+        model.use(p.slot);
+        std::fill(store.slots[p.slot].begin(), store.slots[p.slot].end(), poison);
+    }
+}
+
+// one pool's life: n_step acquires, with everything that may happen between two of them
+static int64_t run_round(uint64_t seed) {
+    test_random rnd(seed);
+
+    const std::vector<policy_kind> kinds = all_policies();
+    pool_model model;
+    model.kind     = kinds[rnd.below(kinds.size())];
+    model.n_expert = rnd.between(1, rnd.percent(20) ? 4 : 48);
+    model.n_slot   = rnd.between(1, model.n_expert + (rnd.percent(20) ? 3 : 0));
+
+    slot_pool  pool(model.n_slot, model.n_expert, model.kind);
+    byte_store store;
+    store.slots.assign(model.n_slot, std::vector<uint8_t>(byte_store::n_byte, poison));
+
+    const uint32_t fail_percent = rnd.percent(50) ? 0 : (uint32_t) rnd.below(60);
+    const bool     skewed       = rnd.percent(60);
+    const int32_t  n_max        = std::min(model.n_slot, model.n_expert);
+    const int32_t  n_step       = (int32_t) rnd.between(20, 200);
+
+    set_check_context("round seed " + std::to_string(seed) + ": " + policy_name(model.kind) + ", " +
+        std::to_string(model.n_slot) + " slots, " + std::to_string(model.n_expert) + " experts");
+    compare(pool, model, store);
+
+    for (int32_t step = 0; step < n_step; ++step) {
+        std::vector<int32_t> experts;
+        const int32_t n = (int32_t) rnd.between(0, n_max);
+        while ((int32_t) experts.size() < n) {
+            const int32_t e = (int32_t) (skewed && rnd.percent(70) ? rnd.below(n_max) : rnd.below(model.n_expert));
+            if (std::find(experts.begin(), experts.end(), e) == experts.end()) {
+                experts.push_back(e);
+            }
+        }
+        acquire_both(pool, model, store, experts);
+        compare(pool, model, store);
+
+        std::vector<int32_t> filling;
+        for (const auto & s : model.slots) {
+            if (!s.second.ready) {
+                filling.push_back(s.first);
+            }
+        }
+        while (!filling.empty()) {
+            if (rnd.percent(3)) {
+                pool.unpin_all();
+                model.pins.clear();
+            }
+            // fills end in any order
+            const size_t  i    = rnd.below(filling.size());
+            const int32_t slot = filling[i];
+            filling.erase(filling.begin() + i);
+            if (rnd.percent(fail_percent)) {
+                store.slots[slot][0] = 0; // a partial fill
+                pool.fail(slot);
+                model.slots.erase(slot);
+            } else {
+                store.fill(slot, model.slots.at(slot).expert);
+                pool.commit(slot);
+                model.slots.at(slot).ready = true;
+            }
+            compare(pool, model, store);
+        }
+    }
+    return n_step;
+}
+
+int main(int argc, char ** argv) {
+    signal(SIGABRT, on_abort);
+    const fuzz_arguments args = parse_fuzz_arguments(argc, argv);
+    const auto start = std::chrono::steady_clock::now();
+    int64_t n_round = 0;
+    int64_t n_acquire = 0;
+    do {
+        n_acquire += run_round(args.seed + (uint64_t) n_round); // so that a failing round's own seed reproduces it at once
+        n_round++;
+    } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < args.limit_s);
+    printf("ok: %lld rounds, %lld acquires\n", (long long) n_round, (long long) n_acquire);
+    return 0;
+}

@@ -1,0 +1,865 @@
+#include "check.h"
+#include "faulty-source.h"
+#include "reader.h"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <thread>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+using namespace moe;
+
+static constexpr uint64_t KiB = 1024;
+
+static void sleep_ms(int32_t ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+// a flag that threads wait for
+class latch {
+public:
+    void open() {
+        { std::lock_guard<std::mutex> lock(mutex); is_open = true; }
+        changed.notify_all();
+    }
+
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [this] { return is_open; });
+    }
+
+private:
+    std::mutex              mutex;
+    std::condition_variable changed;
+    bool                    is_open = false;
+};
+
+static transfer read_of(int32_t tag, uint64_t offset, guarded_buffer & to, int32_t file = 0) {
+    return { tag, file, offset, to.size, to.data(), nullptr };
+}
+
+// a reader over one file in memory; the source stays visible for its log
+struct memory_fixture {
+    explicit memory_fixture(uint64_t size, uint32_t align, int32_t n_threads, uint64_t chunk_size, faulty_source::hook_fn hook = nullptr)
+        : text(random_bytes(size, 42)) {
+        auto owned = std::make_unique<faulty_source>(std::vector<std::string> { text }, align, std::move(hook));
+        source = owned.get();
+        r = std::make_unique<reader>(std::move(owned), n_threads, chunk_size);
+    }
+
+    std::string             text;
+    faulty_source *         source; // owned by r
+    std::unique_ptr<reader> r;
+};
+
+//
+// memory source: what is read
+//
+
+TEST(io_mode_names_round_trip) {
+    for (io_mode mode : { io_mode::automatic, io_mode::direct, io_mode::buffered }) {
+        io_mode back = mode == io_mode::direct ? io_mode::buffered : io_mode::direct;
+        CHECK(io_mode_from_name(io_mode_name(mode), back));
+        CHECK(back == mode);
+    }
+    io_mode mode = io_mode::direct;
+    CHECK(!io_mode_from_name("mmap", mode));
+    CHECK(mode == io_mode::direct);
+}
+
+TEST(reads_any_offset_and_size) {
+    for (uint32_t align : { 1u, 512u, 4096u }) {
+        memory_fixture f(100 * KiB + 77, align, 2, 8 * KiB);
+        const uint64_t offsets[] = { 0, 1, 511, 512, 4095, 4096, 4097, 8191, 8192, 8193, 50000 };
+        const uint64_t sizes[]   = { 1, 2, 511, 513, 4096, 4097, 8192, 8193, 20000, 40000 };
+        for (uint64_t offset : offsets) {
+            for (uint64_t size : sizes) {
+                guarded_buffer to(size, offset % 3);
+                transfer_group group;
+                f.r->submit(group, { read_of(1, offset, to) }, urgency::demand);
+                CHECK(group.wait());
+                CHECK(to.holds(f.text.data() + offset));
+            }
+        }
+        // up to the very end, where a direct read gets less than the block it asks for
+        guarded_buffer to(5000);
+        transfer_group group;
+        f.r->submit(group, { read_of(1, f.text.size() - 5000, to) }, urgency::demand);
+        CHECK(group.wait());
+        CHECK(to.holds(f.text.data() + f.text.size() - 5000));
+    }
+}
+
+TEST(chunks_end_at_multiples_in_the_file) {
+    for (uint32_t align : { 1u, 4096u }) {
+        const uint64_t chunk = 16 * KiB;
+        memory_fixture f(200 * KiB, align, 3, chunk);
+        const uint64_t offset = 5 * KiB + 3;
+        guarded_buffer to(100 * KiB + 1);
+        transfer_group group;
+        f.r->submit(group, { read_of(1, offset, to) }, urgency::demand);
+        CHECK(group.wait());
+        CHECK(to.holds(f.text.data() + offset));
+
+        std::vector<read_record> log = f.source->log();
+        std::sort(log.begin(), log.end(), [](const read_record & a, const read_record & b) { return a.offset < b.offset; });
+        CHECK_EQ(log.size(), 7u); // 5 KiB .. 16, 32, ... 96, 105
+        uint64_t pos = offset / align * align;
+        for (const read_record & r : log) {
+            CHECK_EQ(r.offset, pos); // no gap and no overlap
+            CHECK_EQ(r.offset / chunk, (r.offset + r.size - 1) / chunk);
+            pos = r.offset + r.size;
+        }
+        const uint64_t end = offset + to.size;
+        CHECK_EQ(pos, (end + align - 1) / align * align);
+        CHECK_EQ(f.r->bytes_read(), pos - offset / align * align);
+    }
+}
+
+TEST(several_workers_share_one_read) {
+    // each chunk waits until all four are being read at once
+    std::mutex mutex;
+    std::condition_variable changed;
+    int32_t n_inside = 0;
+    memory_fixture f(64 * KiB, 1, 4, 16 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t {
+        std::unique_lock<std::mutex> lock(mutex);
+        n_inside++;
+        changed.notify_all();
+        // system_clock: this wait is one that ThreadSanitizer of gcc 12 understands
+        const auto limit = std::chrono::system_clock::now() + std::chrono::seconds(20);
+        CHECK(changed.wait_until(lock, limit, [&] { return n_inside == 4; }));
+        return (int64_t) size;
+    });
+    CHECK_EQ(f.r->n_threads(), 4);
+    guarded_buffer to(64 * KiB);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 0, to) }, urgency::demand);
+    CHECK(group.wait());
+    CHECK(to.holds(f.text.data()));
+}
+
+TEST(copies_from_memory) {
+    memory_fixture f(4 * KiB, 4096, 2, 4 * KiB);
+    const std::string from = random_bytes(100 * KiB + 5, 7);
+    guarded_buffer copied(from.size() - 3, 1);
+    guarded_buffer from_file(1000);
+    transfer_group group;
+    // file and offset mean nothing here
+    f.r->submit(group, { { 1, 99, ~0ull, copied.size, copied.data(), from.data() + 3 }, read_of(2, 10, from_file) }, urgency::demand);
+    CHECK(group.wait());
+    CHECK(copied.holds(from.data() + 3));
+    CHECK(from_file.holds(f.text.data() + 10));
+    CHECK_EQ(f.r->bytes_read(), 4 * KiB); // the copy is not counted
+}
+
+TEST(nothing_to_do_is_done_at_once) {
+    memory_fixture f(4 * KiB, 1, 1, 4 * KiB);
+    transfer_group group;
+    CHECK(group.idle());
+    CHECK(group.wait());
+    f.r->submit(group, {}, urgency::demand);
+    char c = 'x';
+    f.r->submit(group, { { 1, 0, 10, 0, &c, nullptr } }, urgency::demand);
+    CHECK(group.wait());
+    CHECK_EQ(c, 'x');
+    CHECK_EQ(f.source->log().size(), 0u);
+}
+
+TEST(bounce_bytes_are_told) {
+    memory_fixture buffered(4 * KiB, 1, 3, 8 * KiB);
+    CHECK_EQ(buffered.r->bounce_bytes(), 0u);
+    memory_fixture direct(4 * KiB, 4096, 3, 8 * KiB);
+    CHECK_EQ(direct.r->bounce_bytes(), 3 * (8 * KiB + 2 * 4096));
+}
+
+TEST(impossible_settings_abort) {
+    const auto make = [](int32_t n_threads, uint64_t chunk_size) {
+        reader r(std::make_unique<faulty_source>(std::vector<std::string> { "abc" }, 4096), n_threads, chunk_size);
+    };
+    CHECK_ABORTS("threads", make(0, 8192));
+    CHECK_ABORTS("chunk size", make(1, 0));
+    CHECK_ABORTS("chunk size", make(1, 5000));
+}
+
+//
+// memory source: faults
+//
+
+TEST(short_reads_are_continued) {
+    for (uint32_t align : { 1u, 512u, 4096u }) {
+        std::mutex mutex;
+        test_random rnd(5);
+        // one worker: the same reads each time, for a direct read gives up after a long row of short ones
+        memory_fixture f(64 * KiB + 100, align, 1, 16 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t {
+            std::lock_guard<std::mutex> lock(mutex);
+            return rnd.percent(30) ? (int64_t) size : rnd.between(1, (int64_t) size); // also no multiple of the alignment
+        });
+        for (int32_t round = 0; round < 100; ++round) {
+            uint64_t offset;
+            uint64_t size;
+            {
+                std::lock_guard<std::mutex> lock(mutex);
+                offset = rnd.below(60 * KiB);
+                size   = rnd.between(1, (int64_t) std::min<uint64_t>(f.text.size() - offset, 20 * KiB));
+            }
+            guarded_buffer to(size);
+            transfer_group group;
+            f.r->submit(group, { read_of(1, offset, to) }, urgency::demand);
+            CHECK(group.wait());
+            CHECK(to.holds(f.text.data() + offset));
+        }
+    }
+}
+
+TEST(a_short_read_before_the_wanted_byte_is_not_an_end) {
+    // a direct read starts in front of the wanted bytes and may stop before it reaches them
+    int32_t n_read = 0;
+    memory_fixture f(16 * KiB, 4096, 1, 16 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t {
+        return n_read++ < 3 ? 512 : (int64_t) size;
+    });
+    guarded_buffer to(100);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 3000, to) }, urgency::demand);
+    CHECK(group.wait());
+    CHECK(to.holds(f.text.data() + 3000));
+}
+
+TEST(reads_that_never_get_there_fail) {
+    memory_fixture f(16 * KiB, 4096, 1, 16 * KiB, [](int32_t, uint64_t, uint64_t) -> int64_t { return 512; });
+    guarded_buffer to(100);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 3000, to) }, urgency::demand);
+    CHECK(!group.wait());
+    CHECK_CONTAINS(group.error(), "offset 3000");
+    CHECK(to.guards_intact());
+}
+
+TEST(one_byte_at_a_time) {
+    memory_fixture f(300, 1, 2, 128, [](int32_t, uint64_t, uint64_t) -> int64_t { return 1; });
+    guarded_buffer to(290);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 3, to) }, urgency::demand);
+    CHECK(group.wait());
+    CHECK(to.holds(f.text.data() + 3));
+    CHECK_EQ(f.r->bytes_read(), 290u);
+}
+
+TEST(interrupted_reads_are_repeated) {
+    std::atomic<int32_t> n_read { 0 };
+    memory_fixture f(64 * KiB, 4096, 2, 8 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t {
+        return ++n_read % 3 ? -EINTR : (int64_t) size;
+    });
+    guarded_buffer to(50 * KiB);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 5, to) }, urgency::demand);
+    CHECK(group.wait());
+    CHECK(to.holds(f.text.data() + 5));
+}
+
+TEST(an_error_names_operation_file_offset_and_length) {
+    for (uint32_t align : { 1u, 4096u }) {
+        memory_fixture f(64 * KiB, align, 1, 64 * KiB, [](int32_t, uint64_t, uint64_t) -> int64_t { return -EIO; });
+        guarded_buffer to(777);
+        transfer_group group;
+        f.r->submit(group, { read_of(31, 12345, to) }, urgency::demand);
+        CHECK(!group.wait());
+        CHECK_EQ(group.failed_tags().size(), 1u);
+        CHECK_EQ(group.failed_tags()[0], 31);
+        CHECK_CONTAINS(group.error(), "reading 777 bytes");
+        CHECK_CONTAINS(group.error(), "at offset 12345");
+        CHECK_CONTAINS(group.error(), "'file-0.gguf'");
+        CHECK_CONTAINS(group.error(), strerror(EIO));
+        CHECK_EQ(f.source->log().size(), 1u); // no retry
+        CHECK(to.guards_intact());
+    }
+}
+
+TEST(an_error_midway_names_where) {
+    int32_t n_read = 0;
+    memory_fixture f(64 * KiB, 1, 1, 64 * KiB, [&](int32_t, uint64_t, uint64_t) -> int64_t { return n_read++ == 0 ? 500 : -EIO; });
+    guarded_buffer to(777);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 1000, to) }, urgency::demand);
+    CHECK(!group.wait());
+    CHECK_CONTAINS(group.error(), "at offset 1000 ");
+    CHECK_CONTAINS(group.error(), "failed at offset 1500");
+}
+
+TEST(the_end_of_the_file_is_an_error) {
+    for (uint32_t align : { 1u, 4096u }) {
+        memory_fixture f(10000, align, 2, 4 * KiB);
+        for (uint64_t offset : { 9000u, 9999u, 10000u, 12287u, 12288u, 50000u }) {
+            guarded_buffer to(2000);
+            transfer_group group;
+            f.r->submit(group, { read_of(3, offset, to) }, urgency::demand);
+            CHECK(!group.wait());
+            CHECK_EQ(group.failed_tags()[0], 3);
+            CHECK_CONTAINS(group.error(), "truncated");
+            CHECK_CONTAINS(group.error(), "'file-0.gguf'");
+            CHECK(to.guards_intact());
+        }
+        guarded_buffer to(1000);
+        transfer_group group;
+        f.r->submit(group, { read_of(3, 9000, to) }, urgency::demand);
+        CHECK(group.wait());
+        CHECK(to.holds(f.text.data() + 9000));
+    }
+}
+
+TEST(one_failure_leaves_the_others_alone) {
+    memory_fixture f(64 * KiB, 1, 3, 4 * KiB, [](int32_t, uint64_t size, uint64_t offset) -> int64_t {
+        return offset / (4 * KiB) == 5 ? -EIO : (int64_t) size;
+    });
+    std::vector<std::unique_ptr<guarded_buffer>> to;
+    std::vector<transfer> transfers;
+    for (int32_t i = 0; i < 16; ++i) {
+        to.push_back(std::make_unique<guarded_buffer>(4 * KiB));
+        transfers.push_back(read_of(100 + i, i * 4 * KiB, *to[i]));
+    }
+    transfer_group group;
+    f.r->submit(group, transfers, urgency::demand);
+    CHECK(!group.wait());
+    CHECK_EQ(group.failed_tags().size(), 1u);
+    CHECK_EQ(group.failed_tags()[0], 105);
+    for (int32_t i = 0; i < 16; ++i) {
+        CHECK(i == 5 || to[i]->holds(f.text.data() + i * 4 * KiB));
+    }
+}
+
+TEST(a_failed_tag_is_reported_once) {
+    // one expert is several transfers, each of several chunks: the caller gives up its slot once
+    memory_fixture f(64 * KiB, 1, 2, 4 * KiB, [](int32_t, uint64_t, uint64_t) -> int64_t { return -EIO; });
+    guarded_buffer a(20 * KiB);
+    guarded_buffer b(20 * KiB);
+    guarded_buffer c(1);
+    transfer_group group;
+    f.r->submit(group, { read_of(7, 0, a), read_of(7, 30 * KiB, b), read_of(8, 0, c) }, urgency::demand);
+    CHECK(!group.wait());
+    std::vector<int32_t> tags = group.failed_tags();
+    std::sort(tags.begin(), tags.end());
+    CHECK(tags == std::vector<int32_t>({ 7, 8 }));
+}
+
+TEST(a_group_is_used_again) {
+    std::atomic<bool> broken { false };
+    memory_fixture f(64 * KiB, 1, 2, 4 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t { return broken ? -EIO : (int64_t) size; });
+    transfer_group group;
+    for (int32_t round = 0; round < 50; ++round) {
+        broken = round % 3 == 1;
+        guarded_buffer to(10 * KiB);
+        f.r->submit(group, { read_of(round, round * 100, to) }, urgency::demand);
+        CHECK_EQ(group.wait(), !broken);
+        CHECK(group.idle());
+        if (broken) {
+            CHECK_EQ(group.failed_tags()[0], round);
+            CHECK(!group.wait()); // remembered until clear()
+            group.clear();
+            CHECK(group.failed_tags().empty() && group.error().empty());
+            CHECK(group.wait());
+        } else {
+            CHECK(to.holds(f.text.data() + round * 100));
+            CHECK(group.failed_tags().empty() && group.error().empty());
+        }
+    }
+}
+
+TEST(one_group_takes_several_submissions) {
+    latch go;
+    memory_fixture f(64 * KiB, 1, 2, 4 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t { go.wait(); return (int64_t) size; });
+    guarded_buffer a(9 * KiB);
+    guarded_buffer b(9 * KiB);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 0, a) }, urgency::demand);
+    f.r->submit(group, { read_of(2, 20 * KiB, b) }, urgency::background);
+    CHECK(!group.idle());
+    go.open();
+    CHECK(group.wait());
+    CHECK(a.holds(f.text.data()));
+    CHECK(b.holds(f.text.data() + 20 * KiB));
+}
+
+//
+// memory source: order and threads
+//
+
+TEST(demand_goes_before_background) {
+    latch begun;
+    latch go;
+    memory_fixture f(64 * KiB, 1, 1, 4 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t { begun.open(); go.wait(); return (int64_t) size; });
+
+    guarded_buffer plug(1), late(3 * KiB), early(3 * KiB), more(3 * KiB), guess(9 * KiB);
+    transfer_group group_plug, group_background, group_demand;
+    f.r->submit(group_plug, { read_of(0, 60 * KiB, plug) }, urgency::demand);
+    begun.wait(); // the only worker is busy: everything else queues up
+    f.r->submit(group_background, { read_of(1, 0, late), read_of(2, 20 * KiB, guess) }, urgency::background);
+    f.r->submit(group_demand, { read_of(3, 4 * KiB, early) }, urgency::demand);
+    f.r->submit(group_demand, { read_of(4, 8 * KiB, more) }, urgency::demand);
+    go.open();
+    CHECK(group_demand.wait());
+    CHECK(group_background.wait());
+    CHECK(group_plug.wait());
+
+    std::vector<uint64_t> offsets;
+    for (const read_record & r : f.source->log()) {
+        offsets.push_back(r.offset / KiB);
+    }
+    // within one urgency: first come, first served
+    CHECK(offsets == std::vector<uint64_t>({ 60, 4, 8, 0, 20, 24, 28 }));
+}
+
+TEST(reordered_completions_keep_their_bytes) {
+    std::mutex mutex;
+    test_random rnd(6);
+    memory_fixture f(256 * KiB, 4096, 6, 4 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t {
+        int32_t us;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            us = (int32_t) rnd.below(500);
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(us));
+        return (int64_t) size;
+    });
+    for (int32_t round = 0; round < 5; ++round) {
+        std::vector<std::unique_ptr<guarded_buffer>> to;
+        std::vector<transfer> transfers;
+        for (int32_t i = 0; i < 20; ++i) {
+            to.push_back(std::make_unique<guarded_buffer>(5000 + 17 * i, i % 5));
+            transfers.push_back(read_of(i, 11003 * i + round, *to[i]));
+        }
+        transfer_group group;
+        f.r->submit(group, transfers, urgency::demand);
+        CHECK(group.wait());
+        for (int32_t i = 0; i < 20; ++i) {
+            CHECK(to[i]->holds(f.text.data() + 11003 * i + round));
+        }
+    }
+}
+
+TEST(wait_sleeps_until_the_last_byte) {
+    memory_fixture f(64 * KiB, 1, 2, 4 * KiB, [](int32_t, uint64_t size, uint64_t offset) -> int64_t {
+        if (offset == 12 * KiB) {
+            sleep_ms(50);
+        }
+        return (int64_t) size;
+    });
+    guarded_buffer to(64 * KiB);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 0, to) }, urgency::demand);
+    CHECK(group.wait());
+    CHECK(to.holds(f.text.data()));
+}
+
+TEST(groups_of_several_threads_do_not_mix) {
+    memory_fixture f(256 * KiB, 4096, 4, 8 * KiB, [](int32_t, uint64_t size, uint64_t offset) -> int64_t {
+        return offset / (8 * KiB) == 20 ? -EIO : (int64_t) size; // 160 KiB .. 168 KiB are broken
+    });
+    std::vector<std::thread> threads;
+    for (int32_t t = 0; t < 4; ++t) {
+        threads.emplace_back([&f, t] {
+            test_random rnd(100 + t);
+            transfer_group reused;
+            for (int32_t round = 0; round < 150; ++round) {
+                transfer_group fresh; // destroyed as soon as wait() returns
+                transfer_group & group = round % 2 ? reused : fresh;
+                std::vector<std::unique_ptr<guarded_buffer>> to;
+                std::vector<transfer> transfers;
+                std::vector<int32_t>  broken;
+                for (int32_t i = 0; i < 4; ++i) {
+                    const uint64_t offset = rnd.below(230 * KiB);
+                    to.push_back(std::make_unique<guarded_buffer>(rnd.between(1, 20 * KiB), rnd.below(8)));
+                    transfers.push_back(read_of(1000 * t + i, offset, *to[i]));
+                    if (offset < 168 * KiB && offset + to[i]->size > 160 * KiB) {
+                        broken.push_back(1000 * t + i);
+                    }
+                }
+                f.r->submit(group, transfers, rnd.percent(30) ? urgency::background : urgency::demand);
+                CHECK_EQ(group.wait(), broken.empty());
+                std::vector<int32_t> failed = group.failed_tags();
+                std::sort(failed.begin(), failed.end());
+                CHECK(failed == broken);
+                for (int32_t i = 0; i < 4; ++i) {
+                    if (std::find(broken.begin(), broken.end(), 1000 * t + i) == broken.end()) {
+                        CHECK(to[i]->holds(f.text.data() + transfers[i].offset));
+                    } else {
+                        CHECK(to[i]->guards_intact());
+                    }
+                }
+                group.clear();
+            }
+        });
+    }
+    for (std::thread & t : threads) {
+        t.join();
+    }
+}
+
+TEST(a_group_may_go_as_soon_as_it_is_idle) {
+    // polled, not waited for: the worker may still be about to wake sleepers
+    memory_fixture f(4 * KiB, 1, 2, 4 * KiB);
+    char c[2];
+    for (int32_t round = 0; round < 3000; ++round) {
+        auto group = std::make_unique<transfer_group>();
+        f.r->submit(*group, { { 1, 0, 5, 1, c, nullptr }, { 1, 0, 6, 1, c + 1, nullptr } }, urgency::demand);
+        while (!group->idle()) {
+            std::this_thread::yield();
+        }
+        CHECK(group->failed_tags().empty());
+        group.reset();
+    }
+    CHECK(c[0] == f.text[5] && c[1] == f.text[6]);
+}
+
+TEST(a_group_that_goes_first_waits_for_its_transfers) {
+    // an exception between submit() and wait() must not leave workers writing into what is gone
+    memory_fixture f(64 * KiB, 1, 1, 4 * KiB, [](int32_t, uint64_t size, uint64_t) -> int64_t { sleep_ms(5); return (int64_t) size; });
+    guarded_buffer to(20 * KiB);
+    {
+        transfer_group group;
+        f.r->submit(group, { read_of(1, 0, to) }, urgency::demand);
+    }
+    CHECK(to.holds(f.text.data()));
+}
+
+TEST(two_threads_wait_for_one_group) {
+    memory_fixture f(64 * KiB, 1, 1, 4 * KiB, [](int32_t, uint64_t size, uint64_t) -> int64_t { sleep_ms(2); return (int64_t) size; });
+    guarded_buffer to(64 * KiB);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 0, to) }, urgency::demand);
+    std::thread other([&] { CHECK(group.wait()); CHECK(to.holds(f.text.data())); });
+    CHECK(group.wait());
+    CHECK(to.holds(f.text.data()));
+    other.join();
+}
+
+TEST(destruction_ends_what_has_not_begun) {
+    for (urgency how : { urgency::demand, urgency::background }) {
+        memory_fixture f(256 * KiB, 1, 2, 4 * KiB, [](int32_t, uint64_t size, uint64_t) -> int64_t { sleep_ms(20); return (int64_t) size; });
+        std::vector<std::unique_ptr<guarded_buffer>> to;
+        std::vector<transfer> transfers;
+        for (int32_t i = 0; i < 60; ++i) {
+            to.push_back(std::make_unique<guarded_buffer>(4 * KiB));
+            transfers.push_back(read_of(i, i * 4 * KiB, *to[i]));
+        }
+        transfer_group group;
+        f.r->submit(group, transfers, how);
+        std::thread waiter([&] { CHECK(!group.wait()); });
+        f.r.reset();
+        waiter.join();
+        CHECK(group.idle());
+        // had it read on to the end, nothing would have failed (it would have taken 0.6 s)
+        CHECK(group.failed_tags().size() > 0);
+        CHECK_CONTAINS(group.error(), "the reader was stopped");
+        CHECK_CONTAINS(group.error(), "reading 4096 bytes at offset ");
+        CHECK_CONTAINS(group.error(), "'file-0.gguf'");
+        for (int32_t i = 0; i < 60; ++i) {
+            const auto & failed = group.failed_tags();
+            const bool stopped = std::find(failed.begin(), failed.end(), i) != failed.end();
+            const std::string untouched(4 * KiB, (char) 0xa5);
+            CHECK(to[i]->holds(stopped ? untouched.data() : f.text.data() + i * 4 * KiB));
+        }
+    }
+}
+
+TEST(destruction_names_a_copy_too) {
+    latch begun;
+    auto source = std::make_unique<faulty_source>(std::vector<std::string> { "abcd" }, 1, [&](int32_t, uint64_t size, uint64_t) -> int64_t {
+        begun.open();
+        sleep_ms(200);
+        return (int64_t) size;
+    });
+    auto r = std::make_unique<reader>(std::move(source), 1, 4 * KiB);
+    char a = 0;
+    char b = 0;
+    transfer_group plug, group;
+    r->submit(plug, { { 0, 0, 2, 1, &a, nullptr } }, urgency::demand);
+    begun.wait();
+    r->submit(group, { { 5, 0, 0, 1, &b, "x" } }, urgency::background);
+    r.reset();
+    CHECK(plug.wait());
+    CHECK_EQ(a, 'c');
+    CHECK(!group.wait());
+    CHECK_EQ(group.failed_tags()[0], 5);
+    CHECK_CONTAINS(group.error(), "copying 1 bytes");
+    CHECK_CONTAINS(group.error(), "the reader was stopped");
+    CHECK_EQ(b, 0);
+}
+
+TEST(an_unused_reader_ends) {
+    for (int32_t i = 0; i < 50; ++i) {
+        memory_fixture f(4 * KiB, 4096, 3, 4 * KiB);
+    }
+}
+
+//
+// real files
+//
+
+// A file in the working directory (/tmp is often a file system without direct reads), gone by name at once: whoever reads it
+// afterwards goes through the descriptor.
+class real_file {
+public:
+    explicit real_file(const std::string & text) {
+        char path[] = "test-reader-XXXXXX";
+        fd = mkstemp(path);
+        CHECK(fd >= 0);
+        CHECK(unlink(path) == 0);
+        CHECK_EQ(write(fd, text.data(), text.size()), (ssize_t) text.size());
+        CHECK(fsync(fd) == 0);
+    }
+    ~real_file() {
+        if (fd >= 0) {
+            close(fd);
+        }
+    }
+
+    // written pages are in the cache: put them out
+    void drop_cache() { CHECK(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0); }
+
+    std::vector<bool> cached_pages() const {
+        struct stat st;
+        CHECK(fstat(fd, &st) == 0);
+        const size_t page   = sysconf(_SC_PAGESIZE);
+        const size_t n_page = (st.st_size + page - 1) / page;
+        void * map = mmap(nullptr, st.st_size, PROT_READ, MAP_SHARED, fd, 0);
+        CHECK(map != MAP_FAILED);
+        std::vector<unsigned char> resident(n_page);
+        CHECK(mincore(map, st.st_size, resident.data()) == 0);
+        munmap(map, st.st_size);
+        std::vector<bool> out(n_page);
+        for (size_t i = 0; i < n_page; ++i) {
+            out[i] = resident[i] & 1;
+        }
+        return out;
+    }
+
+    int fd;
+};
+
+static int32_t n_open_descriptors() {
+    DIR * dir = opendir("/proc/self/fd");
+    CHECK(dir != nullptr);
+    int32_t n = 0;
+    while (readdir(dir)) {
+        n++;
+    }
+    closedir(dir);
+    return n;
+}
+
+// Does this file system read directly at all? Asked without the code under test.
+static bool direct_reads_possible(const real_file & file) {
+    const int fd = open(("/proc/self/fd/" + std::to_string(file.fd)).c_str(), O_RDONLY | O_DIRECT);
+    if (fd < 0) {
+        return false;
+    }
+    void * buf = nullptr;
+    CHECK(posix_memalign(&buf, 4096, 4096) == 0);
+    const bool works = pread(fd, buf, 4096, 0) > 0;
+    free(buf);
+    close(fd);
+    return works;
+}
+
+static void skip_without_direct_reads(const real_file & file) {
+    if (!direct_reads_possible(file)) {
+        skip_test("the file system of the working directory refuses O_DIRECT");
+    }
+}
+
+static std::unique_ptr<file_source> open_source(const std::vector<open_file> & files, io_mode mode) {
+    std::string error;
+    auto source = make_file_source(files, mode, error);
+    if (!source) {
+        check_failed(__FILE__, __LINE__, error);
+    }
+    CHECK(error.empty());
+    return source;
+}
+
+static void read_real_files(io_mode mode) {
+    const std::string text_a = random_bytes(300 * KiB + 123, 8); // no multiple of a block
+    const std::string text_b = random_bytes(5000, 9);
+    const std::string text_c = random_bytes(100, 10);            // less than a block
+    auto a = std::make_unique<real_file>(text_a);
+    auto b = std::make_unique<real_file>(text_b);
+    auto c = std::make_unique<real_file>(text_c);
+    if (mode == io_mode::direct) {
+        skip_without_direct_reads(*a);
+    }
+    auto source = open_source({ { a->fd, "a.gguf" }, { b->fd, "b.gguf" }, { c->fd, "c.gguf" } }, mode);
+    CHECK_EQ(source->alignment(), mode == io_mode::direct ? 4096u : 1u);
+    CHECK_EQ(source->name(1), "b.gguf");
+    a.reset(); // descriptors are borrowed: from here on only the source's own are open
+    b.reset();
+    c.reset();
+
+    const std::string * texts[] = { &text_a, &text_b, &text_c };
+    reader r(std::move(source), 3, 16 * KiB);
+    test_random rnd(11);
+    for (int32_t round = 0; round < 60; ++round) {
+        std::vector<std::unique_ptr<guarded_buffer>> to;
+        std::vector<transfer> transfers;
+        for (int32_t i = 0; i < 6; ++i) {
+            const int32_t       file = (int32_t) rnd.below(3);
+            const std::string & text = *texts[file];
+            const uint64_t offset = rnd.below(text.size());
+            const uint64_t size   = rnd.percent(30) ? text.size() - offset : rnd.between(1, (int64_t) (text.size() - offset));
+            to.push_back(std::make_unique<guarded_buffer>(size, rnd.below(9)));
+            transfers.push_back(read_of(i, offset, *to[i], file));
+        }
+        transfer_group group;
+        r.submit(group, transfers, urgency::demand);
+        if (!group.wait()) {
+            check_failed(__FILE__, __LINE__, group.error());
+        }
+        for (int32_t i = 0; i < 6; ++i) {
+            CHECK(to[i]->holds(texts[transfers[i].file]->data() + transfers[i].offset));
+        }
+    }
+}
+
+TEST(real_files_buffered) { read_real_files(io_mode::buffered); }
+TEST(real_files_direct)   { read_real_files(io_mode::direct); }
+
+static void truncate_real_file(io_mode mode) {
+    const std::string text = random_bytes(64 * KiB, 12);
+    real_file file(text);
+    if (mode == io_mode::direct) {
+        skip_without_direct_reads(file);
+    }
+    reader r(open_source({ { file.fd, "model-00002-of-00003.gguf" } }, mode), 2, 16 * KiB);
+    CHECK(ftruncate(file.fd, 20000) == 0);
+    guarded_buffer to(30 * KiB);
+    guarded_buffer before(19 * KiB);
+    transfer_group group;
+    r.submit(group, { read_of(4, 10 * KiB, to), read_of(5, 100, before) }, urgency::demand);
+    CHECK(!group.wait());
+    CHECK_EQ(group.failed_tags().size(), 1u);
+    CHECK_EQ(group.failed_tags()[0], 4);
+    CHECK_CONTAINS(group.error(), "truncated");
+    CHECK_CONTAINS(group.error(), "'model-00002-of-00003.gguf'");
+    CHECK(before.holds(text.data() + 100));
+    CHECK(to.guards_intact());
+}
+
+TEST(truncated_real_file_buffered) { truncate_real_file(io_mode::buffered); }
+TEST(truncated_real_file_direct)   { truncate_real_file(io_mode::direct); }
+
+TEST(direct_reads_stay_out_of_the_page_cache) {
+    const std::string text = random_bytes(256 * KiB, 13);
+    real_file file(text);
+    skip_without_direct_reads(file);
+    file.drop_cache();
+    auto pages = file.cached_pages();
+    if (std::find(pages.begin(), pages.end(), true) != pages.end()) {
+        skip_test("this file system does not drop cached pages when asked to");
+    }
+    reader r(open_source({ { file.fd, "f" } }, io_mode::direct), 2, 64 * KiB);
+    guarded_buffer to(200 * KiB);
+    transfer_group group;
+    r.submit(group, { read_of(1, 1001, to) }, urgency::demand);
+    CHECK(group.wait());
+    CHECK(to.holds(text.data() + 1001));
+    pages = file.cached_pages();
+    CHECK(std::find(pages.begin(), pages.end(), true) == pages.end());
+}
+
+TEST(buffered_reads_do_not_read_ahead) {
+    const std::string text = random_bytes(2048 * KiB, 14);
+    real_file file(text);
+    file.drop_cache();
+    auto pages = file.cached_pages();
+    if (std::find(pages.begin(), pages.end(), true) != pages.end()) {
+        skip_test("this file system does not drop cached pages when asked to");
+    }
+    auto source = open_source({ { file.fd, "f" } }, io_mode::buffered);
+    // ascending, as read-ahead likes it
+    char buf[4096];
+    for (uint64_t offset : { 0u, 4096u, 8192u, 12288u }) {
+        CHECK_EQ(source->read_at(0, buf, 4096, offset), 4096);
+        CHECK(memcmp(buf, text.data() + offset, 4096) == 0);
+    }
+    pages = file.cached_pages();
+    CHECK_EQ(std::count(pages.begin(), pages.end(), true), (long) (16384 / sysconf(_SC_PAGESIZE)));
+}
+
+TEST(the_loaders_descriptor_is_left_alone) {
+    for (io_mode mode : { io_mode::buffered, io_mode::direct }) {
+        real_file file(random_bytes(64 * KiB, 15));
+        if (mode == io_mode::direct) {
+            skip_without_direct_reads(file);
+        }
+        CHECK_EQ(lseek(file.fd, 1234, SEEK_SET), 1234);
+        const int flags = fcntl(file.fd, F_GETFL);
+        reader r(open_source({ { file.fd, "f" } }, mode), 1, 16 * KiB);
+        guarded_buffer to(40 * KiB);
+        transfer_group group;
+        r.submit(group, { read_of(1, 10, to) }, urgency::demand);
+        CHECK(group.wait());
+        CHECK_EQ(fcntl(file.fd, F_GETFL), flags);
+        CHECK_EQ(lseek(file.fd, 0, SEEK_CUR), 1234);
+    }
+}
+
+TEST(no_descriptor_leaks) {
+    real_file file(random_bytes(8 * KiB, 16));
+    const int32_t n_before = n_open_descriptors();
+    for (io_mode mode : { io_mode::buffered, io_mode::direct }) {
+        if (mode == io_mode::direct && !direct_reads_possible(file)) {
+            continue;
+        }
+        {
+            auto source = open_source({ { file.fd, "a" }, { file.fd, "b" } }, mode);
+            CHECK_EQ(n_open_descriptors(), n_before + 2);
+        }
+        CHECK_EQ(n_open_descriptors(), n_before);
+
+        // the second one fails: the first is closed again
+        std::string error;
+        CHECK(make_file_source({ { file.fd, "good.gguf" }, { -1, "bad.gguf" } }, mode, error) == nullptr);
+        CHECK_CONTAINS(error, "cannot open 'bad.gguf'");
+        CHECK_CONTAINS(error, mode == io_mode::direct ? "direct" : "buffered");
+        CHECK_EQ(n_open_descriptors(), n_before);
+    }
+}
+
+TEST(an_empty_file_is_refused_with_a_reason) {
+    real_file file("");
+    real_file full(random_bytes(8 * KiB, 17));
+    skip_without_direct_reads(full);
+    std::string error;
+    errno = 0;
+    CHECK(make_file_source({ { file.fd, "empty.gguf" } }, io_mode::direct, error) == nullptr);
+    CHECK_CONTAINS(error, "'empty.gguf'");
+    CHECK_CONTAINS(error, "the file is empty");
+}
+
+TEST(a_pipe_is_refused_for_direct_reads) {
+    int fds[2];
+    CHECK(pipe(fds) == 0);
+    // so that a read of the pipe would return
+    CHECK(write(fds[1], "x", 1) == 1);
+    std::string error;
+    CHECK(make_file_source({ { fds[0], "pipe" } }, io_mode::direct, error) == nullptr);
+    CHECK_CONTAINS(error, "'pipe'");
+    close(fds[0]);
+    close(fds[1]);
+}
+
+TEST(a_real_error_reaches_the_group) {
+    const int dir = open(".", O_RDONLY | O_DIRECTORY);
+    CHECK(dir >= 0);
+    reader r(open_source({ { dir, "some-directory" } }, io_mode::buffered), 1, 4 * KiB);
+    close(dir);
+    guarded_buffer to(10);
+    transfer_group group;
+    r.submit(group, { read_of(1, 3, to) }, urgency::demand);
+    CHECK(!group.wait());
+    CHECK_CONTAINS(group.error(), "reading 10 bytes at offset 3 of 'some-directory'");
+    CHECK_CONTAINS(group.error(), strerror(EISDIR));
+}
+
+int main(int argc, char ** argv) { return run_tests(argc, argv); }
