@@ -5,7 +5,8 @@ function takes Typer parameters and returns a :class:`moestream.result.Result`, 
 everything itself. One that goes on after it has something to report, as ``start`` and ``logs -f`` do, yields its
 results. ``--json`` is added here to every command.
 
-Exit codes: 0 done; 1 (or the error's own) an expected failure; 2 wrong usage; 70 a bug in moestream.
+Exit codes: 0 done; 1 (or the error's own) an expected failure; 2 wrong usage; 70 a bug in moestream;
+130 interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ COMMANDS: tuple[str, ...] = (
 )
 
 EXIT_BUG = 70
+EXIT_INTERRUPTED = 130  # as shells report SIGINT
 
 
 def _rendered(function: Callable[..., Result | Iterator[Result] | None]) -> Callable[..., None]:
@@ -122,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         print_error(error)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         if verbose:
             traceback.print_exc()

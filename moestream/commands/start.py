@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +41,10 @@ from moestream.server.supervise import (
     stop_on_signals,
 )
 from moestream.upstream import engines
+
+# llama-server's own default is what the model was trained with: often 256 Ki tokens, a KV cache of many GiB, on
+# machines that were too small for the model in the first place.
+DEFAULT_CTX_TOKENS = 8192
 
 
 class Io(StrEnum):
@@ -120,7 +125,10 @@ def make_plan(
     port = settings.port or address.free_port(settings.host)
     _check_address(store, settings.host, port)
     engine = engines.in_use(backend)
-    ready = ServerSettings(**{**settings.__dict__, "model": facts.files[0].absolute(), "port": port})
+    ctx = settings.ctx
+    if ctx is None:
+        ctx = min(DEFAULT_CTX_TOKENS, facts.n_ctx_train or DEFAULT_CTX_TOKENS)
+    ready = replace(settings, model=facts.files[0].absolute(), port=port, ctx=ctx)
     extra = settings.extra
     https = bool(value_after(extra, "--ssl-key-file") and value_after(extra, "--ssl-cert-file"))
     return ServerPlan(
@@ -133,6 +141,7 @@ def make_plan(
         engine_id=engine.id,
         backend=engine.backend,
         log_path=str(store.log_path(port)),
+        n_ctx_train=facts.n_ctx_train,
         detached=detached,
         api_key=_api_key(extra),
         ready_timeout_s=ready_timeout_s,
@@ -172,6 +181,7 @@ def ready_result(plan: ServerPlan, facts: ReadyFacts, *, elapsed_s: float, super
         "log_path": plan.log_path,
         "elapsed_s": round(elapsed_s, 2),
         "ctx_tokens": n_ctx,
+        "ctx_train_tokens": plan.n_ctx_train,
         "parallel": parallel,
         "slots_requested": plan.slots,
         "streaming": stats.streaming if stats.available else None,
@@ -188,11 +198,18 @@ def ready_result(plan: ServerPlan, facts: ReadyFacts, *, elapsed_s: float, super
         ("slots", report.slots_line(stats)),
         ("memory", report.memory_line(stats)),
         ("kernels", report.kernels_line(stats, no_repack="--no-repack" in plan.argv)),
-        ("context", f"{n_ctx} tokens, {parallel} requests at a time" if n_ctx and parallel else None),
+        ("context", _context_line(plan, n_ctx, parallel)),
         ("log", plan.log_path),
         ("stop", stop if plan.detached else f"Ctrl-C, or {stop}"),
     ]
     return Result("start", data, f"ready after {elapsed_s:.1f} s\n" + report.table(rows))
+
+
+def _context_line(plan: ServerPlan, n_ctx: int | None, parallel: int | None) -> str | None:
+    if not n_ctx or not parallel:
+        return None
+    more = f" (the model was trained with {plan.n_ctx_train}: --ctx)" if plan.n_ctx_train > n_ctx else ""
+    return f"{n_ctx} tokens{more}, {parallel} {'request' if parallel == 1 else 'requests'} at a time"
 
 
 def _without_key(argv: tuple[str, ...]) -> list[str]:
@@ -261,7 +278,12 @@ def start(
     slots: Annotated[
         str, typer.Option(metavar="N|auto|all|off", help="Expert slots in each MoE layer; off: no streaming.")
     ] = "auto",
-    ctx: Annotated[int | None, typer.Option(min=0, metavar="N", help="Context in tokens; 0: as the model was trained.")] = None,
+    ctx: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Context in tokens; 0: as the model was trained. Default: 8192, or the model's if less."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = DEFAULT_HOST,
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen on; 0: any free one.")
@@ -278,7 +300,7 @@ def start(
     ready_timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="Give up when it is not ready by then; 0: never.")
     ] = 900.0,
-    extra: Annotated[list[str] | None, typer.Argument(metavar="[-- LLAMA ARGS…]", help="Passed on to llama-server.")] = None,
+    extra: Annotated[list[str] | None, typer.Argument(metavar="-- LLAMA ARGS…", help="Passed on to llama-server.")] = None,
 ) -> Generator[Result, None, None]:
     """Serve a model, experts left on disk, through an OpenAI-compatible server."""
     settings = ServerSettings(

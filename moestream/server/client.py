@@ -83,10 +83,17 @@ class ServerClient:
     Proxies from the environment are not used and certificates are not verified: the server is our own, here.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 2.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url
-        self._http = httpx.Client(timeout=timeout_s, trust_env=False, verify=False, headers=headers)
+        self._http = httpx.Client(timeout=timeout_s, trust_env=False, verify=False, headers=headers, transport=transport)
 
     def __enter__(self) -> ServerClient:
         return self

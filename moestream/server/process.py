@@ -36,11 +36,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moestream.server.client import Health
+from moestream.server.records import limit_log
 
 GUARD = Path(__file__).with_name("guard.py")
 
 POLL_S = 0.1  # how soon a death is noticed
 PROBE_EVERY_S = 0.2
+LOG_LOOK_EVERY_S = 10.0
 
 
 class State(enum.Enum):
@@ -130,6 +132,7 @@ class ServerProcess:
         is_ours: says of a pid whether the one who answers on the port is this process; None for unknown.
         ready_timeout_s: ends a process that is not ready in this time; 0 for never.
         stop_grace_s: time between SIGTERM and SIGKILL.
+        max_log_bytes: a longer log is moved aside.
         on_change: called with each new snapshot, in the thread of this object, before others see it.
         guard: ``pdeathsig`` or ``pipe``, see ``guard.py``; default by system.
     """
@@ -143,6 +146,7 @@ class ServerProcess:
         is_ours: Callable[[int], bool | None] = lambda _pid: None,
         ready_timeout_s: float = 0.0,
         stop_grace_s: float = 10.0,
+        max_log_bytes: int = 64 << 20,
         on_change: Callable[[Snapshot], None] = lambda _snapshot: None,
         guard: str | None = None,
     ) -> None:
@@ -152,6 +156,7 @@ class ServerProcess:
         self._is_ours = is_ours
         self._ready_timeout_s = ready_timeout_s
         self._stop_grace_s = stop_grace_s
+        self._max_log_bytes = max_log_bytes
         self._on_change = on_change
         self._guard = guard or ("pdeathsig" if sys.platform == "linux" else "pipe")
         # SimpleQueue.put is reentrant: a signal handler may call it whatever it interrupted.
@@ -260,6 +265,7 @@ class ServerProcess:
     def _supervise(self, process: subprocess.Popen[bytes]) -> None:
         started = time.monotonic()
         next_probe = 0.0
+        next_log_look = started + LOG_LOOK_EVERY_S
         kill_at: float | None = None
         cause = Cause.DIED
         forced = False
@@ -300,6 +306,9 @@ class ServerProcess:
                 if self._ready_timeout_s and now - started >= self._ready_timeout_s and not self._snapshot.settled:
                     cause = Cause.NOT_READY
                     kill_at = self._begin_stop(process, now + self._stop_grace_s)
+            if now >= next_log_look:
+                next_log_look = now + LOG_LOOK_EVERY_S
+                limit_log(self._log_path, self._max_log_bytes)
             if kill_at is not None and now >= kill_at and not forced:
                 forced = True
                 self._signal(process, signal.SIGKILL)

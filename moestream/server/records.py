@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -342,6 +343,22 @@ def fresh_log(path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, path.with_name(path.name + ".1"))
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
+
+
+def limit_log(path: Path, max_bytes: int) -> bool:
+    """Copy a log that has become too long to ``….log.1`` and start it again. Returns whether it was too long.
+
+    The server keeps the file open for appending, so it must stay the same file. What is printed between the copy
+    and the cut is lost.
+    """
+    try:
+        if path.stat().st_size <= max_bytes:
+            return False
+        shutil.copyfile(path, path.with_name(path.name + ".1"))
+        os.truncate(path, 0)
+    except OSError:
+        return False  # no space for the copy: try again later
+    return True
 
 
 def tail(path: Path, n_lines: int, max_bytes: int = 64 * 1024) -> list[str]:

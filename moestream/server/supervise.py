@@ -48,6 +48,7 @@ class ServerPlan:
     engine_id: str
     backend: str
     log_path: str
+    n_ctx_train: int = 0
     detached: bool = False
     api_key: str | None = None
     ready_timeout_s: float = 900.0
@@ -186,6 +187,11 @@ _KNOWN_ENDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
         re.compile(r"unknown model architecture: '([^']*)'"),
         "llama.cpp does not know the model's architecture '{0}'",
         "the model is newer than the pinned llama.cpp; see moestream engines for the version",
+    ),
+    (
+        re.compile(r"error: invalid argument: (--moe-\S+)"),
+        "this llama-server does not know {0}: it was built without moestream's patches",
+        "build the engine again: moestream build",
     ),
     (
         re.compile(r"error: invalid argument: (\S+)"),

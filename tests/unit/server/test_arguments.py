@@ -1,0 +1,112 @@
+"""Settings to llama-server's command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moestream.errors import MoestreamError
+from moestream.server.arguments import ServerSettings, build_argv, check_extra, flag_of, parse_slots, value_after
+
+SERVER = Path("/engine/bin/llama-server")
+PLAIN = ServerSettings(model=Path("/models/m.gguf"))
+
+
+def test_defaults() -> None:
+    assert build_argv(SERVER, PLAIN) == [
+        "/engine/bin/llama-server", "-m", "/models/m.gguf", "--moe-slots", "auto", "--no-repack", "--metrics",
+        "--host", "127.0.0.1", "--port", "8080",
+    ]  # fmt: skip
+
+
+def test_everything() -> None:
+    settings = ServerSettings(
+        model=Path("m.gguf"), slots="32", ctx=0, host="::1", port=81, parallel=4, io_threads=8, io="direct",
+        policy="lfu", overlap="off", extra=("--alias", "x"),
+    )  # fmt: skip
+    assert build_argv(SERVER, settings) == [
+        "/engine/bin/llama-server", "-m", "m.gguf", "--moe-slots", "32", "--moe-io-threads", "8", "--moe-io",
+        "direct", "--moe-policy", "lfu", "--moe-overlap", "off", "--no-repack", "--metrics", "--host", "::1",
+        "--port", "81", "-c", "0", "-np", "4", "--alias", "x",
+    ]  # fmt: skip
+
+
+def test_slots_off_passes_nothing_of_ours() -> None:
+    argv = build_argv(SERVER, replace(PLAIN, slots="off", extra=("--repack",)))
+    assert [a for a in argv if a.startswith("--moe")] == []
+    assert "--no-repack" not in argv
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [({"io_threads": 4}, "--io-threads 4"), ({"io": "direct"}, "--io direct"), ({"overlap": "on"}, "--overlap on")],
+)
+def test_a_flag_without_effect_is_refused(change: dict[str, object], flag: str) -> None:
+    with pytest.raises(MoestreamError, match=f"{flag} has no effect with --slots off"):
+        build_argv(SERVER, replace(PLAIN, slots="off", **change))
+
+
+@pytest.mark.parametrize("spelling", ["-nr", "--no-repack", "--no_repack"])
+def test_no_repack_given_by_the_user_is_not_repeated(spelling: str) -> None:
+    argv = build_argv(SERVER, replace(PLAIN, extra=(spelling,)))
+    assert [a for a in argv if flag_of(a) in ("-nr", "--no-repack")] == [spelling]
+
+
+@pytest.mark.parametrize(
+    ("argument", "ours"),
+    [
+        ("-m", "--model"),
+        ("--model", "--model"),
+        ("-hf", "--model"),
+        ("--host", "--host"),
+        ("--port", "--port"),
+        ("-c", "--ctx"),
+        ("--ctx-size", "--ctx"),
+        ("--ctx_size", "--ctx"),
+        ("-np", "--parallel"),
+        ("--moe-slots", "--slots"),
+        ("--moe-io", "--io"),
+        ("--moe-io-threads", "--io-threads"),
+        ("--moe_policy", "--policy"),
+        ("--moe-overlap", "--overlap"),
+        ("--metrics", "--metrics"),
+        ("--reuse-port", "--reuse-port"),
+        ("--repack", "--no-repack"),
+    ],
+)
+def test_collisions_name_both(argument: str, ours: str) -> None:
+    with pytest.raises(MoestreamError) as caught:
+        check_extra(["--alias", "x", argument, "1"])
+    assert f"{argument} after --" in caught.value.message
+    assert ours in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("argument", ["--metrics-x", "-md", "--chat-template", "-t", "--no-mmap"])
+def test_others_pass(argument: str) -> None:
+    check_extra([argument, "1"])
+
+
+def test_a_forgotten_model_flag() -> None:
+    with pytest.raises(MoestreamError, match=r"unexpected argument 'm\.gguf'") as caught:
+        check_extra(["m.gguf"])
+    assert caught.value.hint is not None and "--model m.gguf" in caught.value.hint
+
+
+@pytest.mark.parametrize(("value", "meant"), [("8", "8"), ("008", "8"), (" ALL ", "all"), ("Auto", "auto"), ("off", "off")])
+def test_slots(value: str, meant: str) -> None:
+    assert parse_slots(value) == meant
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "8.5", "some", "²", "٣"])
+def test_wrong_slots(value: str) -> None:
+    with pytest.raises(MoestreamError, match="expected a number"):
+        parse_slots(value)
+
+
+def test_value_after() -> None:
+    extra = ["--api-key", "a", "--api_key", "b", "--api-key"]
+    assert value_after(extra, "--api-key") == "b"
+    assert value_after(extra, "--ssl-key-file") is None

@@ -1,0 +1,110 @@
+"""What ``moestream start`` refuses before it starts anything, and what it asks for by default."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moestream import gguf_facts, paths
+from moestream.commands import start
+from moestream.errors import MoestreamError
+from moestream.gguf_facts import GgufFacts
+from moestream.server import address
+from moestream.server.arguments import ServerSettings
+from moestream.server.process import Cause, Exit
+from moestream.server.supervise import ServerPlan, end_error
+
+DEMO = paths.demo_model()
+
+
+@pytest.fixture(scope="module")
+def facts() -> GgufFacts:
+    return gguf_facts.read(DEMO)
+
+
+@pytest.mark.parametrize("slots", ["6", "64", "auto", "all", "off"])
+def test_slots_that_do(facts: GgufFacts, slots: str) -> None:
+    start.check_model(facts, slots)
+
+
+@pytest.mark.parametrize(("slots", "hint"), [("5", "--slots 6"), ("65", "--slots all")])
+def test_slots_that_do_not(facts: GgufFacts, slots: str, hint: str) -> None:
+    with pytest.raises(MoestreamError, match=f"--slots {slots}: too") as caught:
+        start.check_model(facts, slots)
+    assert caught.value.hint is not None and hint in caught.value.hint
+
+
+def test_a_model_without_experts(facts: GgufFacts) -> None:
+    dense = replace(facts, expert_tensors=(), n_expert=0, n_expert_used=0, architecture="llama")
+    with pytest.raises(MoestreamError, match=r"\(llama\) is not a mixture-of-experts model") as caught:
+        start.check_model(dense, "auto")
+    assert caught.value.hint is not None and "--slots off" in caught.value.hint
+    start.check_model(dense, "off")
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MOESTREAM_HOME", str(tmp_path))
+    for name in ("LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    fake = SimpleNamespace(id="e", backend="cpu", tool=lambda name: tmp_path / name)
+    monkeypatch.setattr(start.engines, "in_use", lambda backend: fake)
+
+
+def plan_of(**settings: object) -> ServerPlan:
+    return start.make_plan(ServerSettings(model=DEMO, port=address.free_port("127.0.0.1"), **settings))  # type: ignore[arg-type]
+
+
+def ctx_of(plan: ServerPlan) -> str:
+    return plan.argv[plan.argv.index("-c") + 1]
+
+
+def test_context_is_bounded(engine: None, facts: GgufFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ctx_of(plan_of()) == str(facts.n_ctx_train) == "2048"
+    assert ctx_of(plan_of(ctx=0)) == "0"
+    assert ctx_of(plan_of(ctx=100)) == "100"
+    monkeypatch.setattr(start.gguf_facts, "read", lambda path: replace(facts, n_ctx_train=262144))
+    assert ctx_of(plan_of()) == "8192"
+
+
+def test_where_to_ask(engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# mine\n\nk1\nk2\n")
+    plan = plan_of(
+        host="0.0.0.0",
+        extra=("--api-prefix", "/x", "--ssl-key-file", "k", "--ssl-cert-file", "c", "--api-key-file", str(keys)),
+    )
+    assert plan.url == f"https://127.0.0.1:{plan.port}/x"
+    assert plan.api_key == "k1"
+    assert plan_of(extra=("--api-key", "a,b")).api_key == "a"
+    monkeypatch.setenv("LLAMA_API_KEY", "env")
+    assert plan_of().api_key == "env"
+    assert plan_of(extra=("--api-key", "a,b")).api_key == "a"
+
+
+def test_plan_survives_its_way_to_the_supervisor(engine: None) -> None:
+    plan = plan_of(extra=("--alias", "ä"))
+    assert ServerPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "hint"),
+    [
+        ("error: invalid argument: --moe-slots", "built without moestream's patches", "moestream build"),
+        ("error: invalid argument: --nonsense", "does not know the argument --nonsense", "llama-server --help"),
+        ("x: unknown model architecture: 'q'", "architecture 'q'", "moestream engines"),
+        ("couldn't bind HTTP server socket, hostname: h, port: 1", "listen on h port 1", "--port"),
+        ("something else", "ended before it was ready, after 1.5 s: exit code 1", "the whole log"),
+    ],
+)
+def test_what_llama_server_says_at_its_end(engine: None, line: str, what: str, hint: str) -> None:
+    plan = plan_of()
+    Path(plan.log_path).parent.mkdir(parents=True, exist_ok=True)
+    Path(plan.log_path).write_text(f"first\n{line}\n")
+    error = end_error(plan, Exit(Cause.DIED, code=1), was_ready=False, after_s=1.5)
+    assert what in error.message.splitlines()[0]
+    assert error.message.endswith(f"\n  first\n  {line}")
+    assert error.hint is not None and hint in error.hint
