@@ -3,7 +3,7 @@
 ``routing_dump.cpp`` is compiled against an engine's libllama, decodes one sequence and writes the chosen experts; here they are
 replayed through an LRU of each size, one per layer.
 
-    python bench/routing.py models/qwen3moe-30b-a3b-hit75.gguf --bin ENGINE/bin --source LLAMA_CPP_TREE
+    python bench/routing.py models/qwen3moe-30b-a3b-hit75.gguf
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,9 @@ import numpy as np
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moestream import gguf_facts, paths
 from moestream.errors import MoestreamError
+from moestream.upstream import engines
 
 SLOTS = (8, 16, 24, 32, 48, 64, 96)
 N_TOKENS = 512
@@ -155,6 +158,8 @@ def build_dump(bin_dir: Path, source_dir: Path, out: Path) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise MoestreamError("no C++ compiler found for routing_dump.cpp", hint="install g++ or set CXX")
+    if not (source_dir / "include" / "llama.h").is_file():
+        raise MoestreamError(f"no llama.cpp headers in {source_dir}", hint="moestream build, or give its tree with --source")
     libs = next((d for d in (bin_dir, bin_dir.parent / "lib", bin_dir.parent / "bin") if (d / "libllama.so").exists()), None)
     if libs is None:
         raise MoestreamError(
@@ -186,8 +191,6 @@ def measure(
     slots: tuple[int, ...] = SLOTS,
 ) -> Curve:
     """Decode ``n_tokens`` and replay what was chosen."""
-    from moestream import gguf_facts
-
     facts = gguf_facts.read(model)
     if not facts.is_moe:
         raise MoestreamError(f"{model} has no expert tensors", hint="give a MoE model")
@@ -198,7 +201,8 @@ def measure(
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
             raise MoestreamError(
-                f"routing of {model} could not be recorded: {last[0]}", hint=f"run it by hand: {program} {' '.join(args)}"
+                f"routing of {model} could not be recorded: {last[0]}",
+                hint=f"run it by hand: {shlex.join([str(program), *args])}",
             )
         ids = read_dump(out)
     return curve(ids, facts.n_expert, tuple(s for s in slots if s <= facts.n_expert))
@@ -229,8 +233,10 @@ def load(model: Path) -> Curve | None:
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description="Measure a model's hit rate by slots from the experts that it really chooses.")
     p.add_argument("model", type=Path)
-    p.add_argument("--bin", type=Path, required=True, help="folder with libllama.so")
-    p.add_argument("--source", type=Path, required=True, help="llama.cpp tree that it was built from (headers)")
+    p.add_argument("--bin", type=Path, help="folder with libllama.so; the engine in use when left out")
+    p.add_argument(
+        "--source", type=Path, help="llama.cpp tree that it was built from (headers); vendor/llama.cpp when left out"
+    )
     p.add_argument("--tokens", type=int, default=N_TOKENS)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--threads", type=int, default=1, help="0: all cores; more than one is slow beside other work")
@@ -239,8 +245,10 @@ def main(argv: list[str] | None = None) -> int:
     a = p.parse_args(argv)
     try:
         cache = Path(tempfile.gettempdir()) / f"moestream-bench-{os.getuid()}"
-        key = zlib.crc32(f"{a.bin.resolve()} {a.source.resolve()}".encode())
-        program = build_dump(a.bin, a.source, cache / f"routing-dump-{key:08x}")
+        bin_dir = a.bin or engines.in_use().bin_dir
+        source = a.source or paths.workspace_dir() / "vendor" / "llama.cpp"
+        key = zlib.crc32(f"{bin_dir.resolve()} {source.resolve()}".encode())
+        program = build_dump(bin_dir, source, cache / f"routing-dump-{key:08x}")
         c = measure(a.model, program, n_tokens=a.tokens, seed=a.seed, n_threads=a.threads, n_parallel=a.np)
         if a.np == 1:
             save(c, a.model)

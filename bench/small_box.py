@@ -38,6 +38,7 @@ from bench import box, routing
 from moestream import gguf_facts
 from moestream.errors import MoestreamError
 from moestream.result import Result, emit
+from moestream.upstream import engines
 
 STATS_SCHEMA = "moestream/stats/1"
 IDENTITY_PROMPT = (
@@ -520,8 +521,6 @@ def engine_bin(given: Path | None) -> Path:
         if not given.is_dir():
             raise MoestreamError(f"no such folder: {given}", hint="give the folder with llama-bench in it")
         return given.resolve()
-    from moestream.upstream import engines
-
     return engines.in_use().bin_dir
 
 
