@@ -93,7 +93,7 @@ class Run:
         bytes_per_token: what the disk delivered in the counted lap.
         stall_share: time compute waited for experts, of the time of all laps.
         hit_rate: uses of an expert that found it in its slot, all laps.
-        read_amplification: bytes read / bytes needed by misses.
+        read_share: expert bytes read from files, of the expert bytes used (hits included); all laps.
         predicted_bytes: memory that the engine said it would take.
     """
 
@@ -103,7 +103,7 @@ class Run:
     bytes_per_token: float | None = None
     stall_share: float | None = None
     hit_rate: float | None = None
-    read_amplification: float | None = None
+    read_share: float | None = None
     peak_rss_bytes: int | None = None
     peak_anon_bytes: int | None = None
     peak_cgroup_bytes: int | None = None
@@ -170,7 +170,7 @@ def add_stats(run: Run, stats: dict[str, Any] | None, wall_us: float | None) -> 
     if uses:
         run.hit_rate = t["hits"] / uses
     if t.get("bytes_needed"):
-        run.read_amplification = t.get("bytes_read", 0) / t["bytes_needed"]
+        run.read_share = t.get("bytes_read", 0) / t["bytes_needed"]
     if wall_us and "stall_us" in t:
         run.stall_share = t["stall_us"] / wall_us
     run.predicted_bytes = stats.get("memory", {}).get("total_bytes")
@@ -434,7 +434,7 @@ def summarise(runs: list[Run]) -> list[dict[str, Any]]:
             "failure": next((r.failure for r in rs if r.failure), None),
         }
         for key in (
-            "tok_per_s", "bytes_per_token", "stall_share", "hit_rate", "read_amplification", "peak_rss_bytes", "peak_anon_bytes",
+            "tok_per_s", "bytes_per_token", "stall_share", "hit_rate", "read_share", "peak_rss_bytes", "peak_anon_bytes",
             "peak_cgroup_bytes", "predicted_bytes",
         ):  # fmt: skip
             values = [v for r in rs if (v := getattr(r, key)) is not None]

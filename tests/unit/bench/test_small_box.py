@@ -19,7 +19,7 @@ STATS = {
     "schema": "moestream/stats/1",
     "streaming": True,
     "slots": 32,
-    "totals": {"hits": 75, "misses": 25, "bytes_needed": 100, "bytes_read": 110, "stall_us": 1_500_000},
+    "totals": {"hits": 75, "misses": 25, "bytes_needed": 100, "bytes_read": 25, "stall_us": 1_500_000},
     "memory": {"total_bytes": 1000},
 }
 
@@ -76,7 +76,7 @@ def test_statistics_of_moestream(tmp_path):
     run = bench(tmp_path).llama_bench(MOE, "pp", 64)
     assert run.tok_per_s == 64
     assert run.stall_share == pytest.approx(0.5)  # 1.5 s of both laps' 3 s
-    assert run.hit_rate == 0.75 and run.read_amplification == pytest.approx(1.1) and run.predicted_bytes == 1000
+    assert run.hit_rate == 0.75 and run.read_share == 0.25 and run.predicted_bytes == 1000
 
 
 def test_statistics_of_another_schema_are_refused(tmp_path):
