@@ -1,0 +1,48 @@
+#pragma once
+
+// What tools and tests see of the streaming engine. Settings reach a model at load time as reserved keys among
+// llama_model_params::kv_overrides (llama_model_params itself is mirrored by bindings and gets no field):
+//
+//   moestream.slots       int   slots per MoE layer; MOE_SLOTS_ALL, MOE_SLOTS_AUTO; absent or 0: streaming is off
+//   moestream.io_threads  int   workers that read, 1..256 (default 4)
+//   moestream.io          str   "auto", "direct" or "buffered" (default auto)
+//   moestream.policy      str   "lru" or "lfu" (default lru)
+//   moestream.overlap     bool  compute the shared FFN while experts are read (default true)
+//   moestream.n_ctx       int   the context that slots "auto" leaves room for; 0: the model's own
+
+#include "llama.h"
+
+#include <string>
+#include <vector>
+
+#define MOE_SLOTS_AUTO (-1)
+#define MOE_SLOTS_ALL  (-2)
+
+// the flags of every tool; value is what follows the flag. Throws std::invalid_argument naming value and choices.
+struct moe_flag {
+    const char * name;  // "--moe-slots"
+    const char * value; // "N|all|auto"
+    const char * help;
+    const char * env;   // "LLAMA_ARG_MOE_SLOTS"
+    void (*apply)(std::vector<llama_model_kv_override> & overrides, const std::string & value);
+};
+
+const std::vector<moe_flag> & moe_flags();
+
+// llama-bench's own parser: true when argv[i] is one of the flags; then i has moved to the value and it was applied
+bool moe_parse_flag(int argc, char ** argv, int & i, std::vector<llama_model_kv_override> & overrides);
+std::string moe_flags_help(); // for the tools that print their own usage
+
+// overrides terminated as upstream wants it, null when there are none; valid while overrides lives unchanged
+const llama_model_kv_override * moe_overrides_data(std::vector<llama_model_kv_override> & overrides);
+
+bool moe_is_on (const std::vector<llama_model_kv_override> & overrides);
+void moe_clear (std::vector<llama_model_kv_override> & overrides); // drop ours, keep the user's
+void moe_set_ctx(std::vector<llama_model_kv_override> & overrides, int n_ctx); // tell "auto" the context in use
+
+// of the model loaded last that streams (a draft model never does); documents in docs/stats.md
+LLAMA_API std::string moe_stats_json();
+LLAMA_API std::string moe_stats_prometheus(); // empty when nothing streams
+
+// of one model; null or a model that does not stream: streaming is false
+LLAMA_API std::string moe_model_stats_json(const struct llama_model * model);

@@ -1,0 +1,195 @@
+#include "moe-api.h"
+
+#include "policy.h"
+#include "reader.h"
+
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+
+static llama_model_kv_override * find(std::vector<llama_model_kv_override> & overrides, const char * key) {
+    for (auto & o : overrides) {
+        if (strcmp(o.key, key) == 0) {
+            return &o;
+        }
+    }
+    return nullptr;
+}
+
+// the entry of this key, new or already there; a terminating empty entry stays last
+static llama_model_kv_override & entry(std::vector<llama_model_kv_override> & overrides, const char * key) {
+    if (auto * o = find(overrides, key)) {
+        return *o;
+    }
+    llama_model_kv_override o = {};
+    snprintf(o.key, sizeof(o.key), "%s", key);
+    const bool terminated = !overrides.empty() && overrides.back().key[0] == 0;
+    return *overrides.insert(terminated ? overrides.end() - 1 : overrides.end(), o);
+}
+
+static void set_int(std::vector<llama_model_kv_override> & overrides, const char * key, int64_t value) {
+    auto & o = entry(overrides, key);
+    o.tag     = LLAMA_KV_OVERRIDE_TYPE_INT;
+    o.val_i64 = value;
+}
+
+static void set_str(std::vector<llama_model_kv_override> & overrides, const char * key, const std::string & value) {
+    auto & o = entry(overrides, key);
+    o.tag = LLAMA_KV_OVERRIDE_TYPE_STR;
+    snprintf(o.val_str, sizeof(o.val_str), "%s", value.c_str());
+}
+
+static void set_bool(std::vector<llama_model_kv_override> & overrides, const char * key, bool value) {
+    auto & o = entry(overrides, key);
+    o.tag      = LLAMA_KV_OVERRIDE_TYPE_BOOL;
+    o.val_bool = value;
+}
+
+[[noreturn]] static void refuse(const char * flag, const std::string & value, const char * wanted) {
+    throw std::invalid_argument(std::string(flag) + " '" + value + "': expected " + wanted);
+}
+
+static int64_t parse_int(const char * flag, const std::string & value, int64_t min, int64_t max, const char * wanted) {
+    size_t  used = 0;
+    int64_t n    = 0;
+    try {
+        n = std::stoll(value, &used);
+    } catch (const std::exception &) {
+        refuse(flag, value, wanted);
+    }
+    if (used != value.size() || n < min || n > max) {
+        refuse(flag, value, wanted);
+    }
+    return n;
+}
+
+const std::vector<moe_flag> & moe_flags() {
+    static const std::vector<moe_flag> flags = {
+        {
+            "--moe-slots", "N|all|auto",
+            "stream the experts of a mixture-of-experts model from its file: each MoE layer keeps N expert slots in memory\n"
+            "(at least as many as experts are used per token; 'all': one for every expert; 'auto': what fits into memory)",
+            "LLAMA_ARG_MOE_SLOTS",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                int64_t n;
+                if (value == "all") {
+                    n = MOE_SLOTS_ALL;
+                } else if (value == "auto") {
+                    n = MOE_SLOTS_AUTO;
+                } else {
+                    n = parse_int("--moe-slots", value, 1, 1000000, "a number of slots from 1, 'all' or 'auto'");
+                }
+                set_int(overrides, "moestream.slots", n);
+            },
+        },
+        {
+            "--moe-io-threads", "N",
+            "threads that read experts (default: 4)",
+            "LLAMA_ARG_MOE_IO_THREADS",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                set_int(overrides, "moestream.io_threads",
+                        parse_int("--moe-io-threads", value, 1, 256, "a number from 1 to 256"));
+            },
+        },
+        {
+            "--moe-io", "auto|direct|buffered",
+            "how experts are read: past the page cache, through it, or the former when the experts exceed free memory (default: auto)",
+            "LLAMA_ARG_MOE_IO",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                moe::io_mode mode;
+                if (!moe::io_mode_from_name(value, mode)) {
+                    refuse("--moe-io", value, "'auto', 'direct' or 'buffered'");
+                }
+                set_str(overrides, "moestream.io", value);
+            },
+        },
+        {
+            "--moe-policy", "lru|lfu",
+            "which expert loses its slot: the least recently or the least frequently used (default: lru)",
+            "LLAMA_ARG_MOE_POLICY",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                moe::policy_kind kind;
+                if (!moe::policy_from_name(value, kind)) {
+                    refuse("--moe-policy", value, "'lru' or 'lfu'");
+                }
+                set_str(overrides, "moestream.policy", value);
+            },
+        },
+        {
+            "--moe-overlap", "on|off",
+            "compute the shared or dense FFN of a layer while its experts are read (default: on)",
+            "LLAMA_ARG_MOE_OVERLAP",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                if (value != "on" && value != "off") {
+                    refuse("--moe-overlap", value, "'on' or 'off'");
+                }
+                set_bool(overrides, "moestream.overlap", value == "on");
+            },
+        },
+    };
+    return flags;
+}
+
+bool moe_parse_flag(int argc, char ** argv, int & i, std::vector<llama_model_kv_override> & overrides) {
+    for (const moe_flag & flag : moe_flags()) {
+        if (strcmp(argv[i], flag.name) == 0) {
+            if (i + 1 >= argc) {
+                throw std::invalid_argument(std::string(flag.name) + " needs a value: " + flag.value);
+            }
+            flag.apply(overrides, argv[++i]);
+            return true;
+        }
+    }
+    return false;
+}
+
+std::string moe_flags_help() {
+    std::string out;
+    for (const moe_flag & flag : moe_flags()) {
+        char line[256];
+        const std::string name = std::string(flag.name) + " <" + flag.value + ">";
+        const std::string help = std::string(flag.help).substr(0, std::string(flag.help).find('\n'));
+        snprintf(line, sizeof(line), "  %-41s %s\n", name.c_str(), help.c_str());
+        out += line;
+    }
+    return out;
+}
+
+const llama_model_kv_override * moe_overrides_data(std::vector<llama_model_kv_override> & overrides) {
+    if (overrides.empty()) {
+        return nullptr;
+    }
+    if (overrides.back().key[0] != 0) {
+        overrides.emplace_back();
+        overrides.back().key[0] = 0;
+    }
+    return overrides.data();
+}
+
+bool moe_is_on(const std::vector<llama_model_kv_override> & overrides) {
+    for (const auto & o : overrides) {
+        if (strcmp(o.key, "moestream.slots") == 0) {
+            return o.val_i64 != 0;
+        }
+    }
+    return false;
+}
+
+void moe_clear(std::vector<llama_model_kv_override> & overrides) {
+    std::vector<llama_model_kv_override> kept;
+    for (const auto & o : overrides) {
+        if (strncmp(o.key, "moestream.", 10) != 0) {
+            kept.push_back(o);
+        }
+    }
+    if (kept.size() == 1 && kept[0].key[0] == 0) {
+        kept.clear(); // upstream wants no list rather than an empty one
+    }
+    overrides = kept;
+}
+
+void moe_set_ctx(std::vector<llama_model_kv_override> & overrides, int n_ctx) {
+    if (moe_is_on(overrides)) {
+        set_int(overrides, "moestream.n_ctx", n_ctx);
+    }
+}

@@ -1,0 +1,839 @@
+// The only file that includes ggml and llama.cpp headers: connects the engine (stream.h) to loader, graph and compute.
+
+#include "moe-hooks.h"
+
+#include "budget.h"
+#include "stream.h"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpp.h"
+#include "llama-arch.h"
+#include "llama-context.h"
+#include "llama-ext.h"
+#include "llama-hparams.h"
+#include "llama-impl.h"
+#include "llama-model-loader.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <regex>
+#include <stdexcept>
+#include <unordered_set>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+// The one opinion of what an expert tensor is: these kinds, with the suffix "weight". Everything else stays resident.
+static const llm_tensor expert_kinds[] = {
+    LLM_TENSOR_FFN_GATE_EXPS, LLM_TENSOR_FFN_UP_EXPS, LLM_TENSOR_FFN_DOWN_EXPS, LLM_TENSOR_FFN_GATE_UP_EXPS,
+};
+
+static constexpr size_t tensor_pad = 256; // kernels may read past the last row
+
+//
+// pool buffer type: plain host memory, zeroed, its own type so that the loader neither maps the file into it nor fills it
+//
+
+static const char * pool_buft_name(ggml_backend_buffer_type_t) { return "MoE_Pool"; }
+static size_t pool_buft_alignment(ggml_backend_buffer_type_t) { return 64; }
+static bool   pool_buft_is_host(ggml_backend_buffer_type_t) { return true; }
+
+static size_t pool_buft_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * t) {
+    return ggml_nbytes(t) + tensor_pad;
+}
+
+static void pool_buffer_free(ggml_backend_buffer_t buffer) {
+    if (buffer->context) {
+        munmap(buffer->context, buffer->size);
+    }
+}
+
+static ggml_backend_buffer_t pool_buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
+    if (size == 0) { // the memory-fit pass
+        ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), 0);
+        buffer->buft = buft;
+        return buffer;
+    }
+    void * mem = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mem == MAP_FAILED) {
+        LLAMA_LOG_ERROR("moestream: cannot allocate %.2f GiB for expert slots and staging: %s\n",
+                size / 1073741824.0, strerror(errno));
+        return nullptr;
+    }
+#ifdef MADV_HUGEPAGE
+    madvise(mem, size, MADV_HUGEPAGE);
+#endif
+    ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(mem, size);
+    buffer->buft              = buft;
+    buffer->iface.free_buffer = pool_buffer_free;
+    return buffer;
+}
+
+static ggml_backend_buffer_type_t pool_buft() {
+    static ggml_backend_buffer_type buft = {
+        /* .iface   = */ {
+            /* .get_name       = */ pool_buft_name,
+            /* .alloc_buffer   = */ pool_buft_alloc,
+            /* .get_alignment  = */ pool_buft_alignment,
+            /* .get_max_size   = */ nullptr,
+            /* .get_alloc_size = */ pool_buft_alloc_size,
+            /* .is_host        = */ pool_buft_is_host,
+        },
+        /* .device  = */ nullptr,
+        /* .context = */ nullptr,
+    };
+    return &buft;
+}
+
+bool moe_is_pool(ggml_backend_buffer_type_t buft) {
+    return buft == pool_buft();
+}
+
+//
+// moe_stream
+//
+
+namespace {
+
+struct file_tensor {
+    std::string name;
+    uint32_t    file;
+    uint64_t    offset;       // bytes
+    uint64_t    expert_bytes;
+    int64_t     n_expert;
+    ggml_tensor * pool    = nullptr; // null: the model does not use it
+    ggml_tensor * staging = nullptr; // null: every expert has a slot
+    uint64_t    staging_offset = 0;  // in a half
+};
+
+// what decides how a batch is served, known before there is a stream
+struct layer_shape {
+    int32_t n_expert;
+    int32_t n_slot;
+};
+
+} // namespace
+
+struct moe_stream : std::enable_shared_from_this<moe_stream> {
+    // settings
+    int64_t          slots_wanted = 0;
+    int32_t          io_threads   = 4;
+    moe::io_mode     io           = moe::io_mode::automatic;
+    moe::policy_kind policy       = moe::policy_kind::lru;
+    bool             overlap      = true;
+
+    // layout
+    std::map<int32_t, std::vector<file_tensor>> layers; // by block number
+    int32_t      n_slot       = 0;
+    uint64_t     expert_bytes = 0; // of all experts in the files
+    uint64_t     dense_bytes  = 0; // of everything else
+    uint64_t     half_bytes   = 0; // of one half of the staging buffer
+    std::string  io_reason;
+    moe::memory_now memory;
+    bool         maps_dense = false;
+
+    ggml_tensor *    staging = nullptr;
+    ggml_context_ptr ctx_staging; // the twins' tensor structs
+
+    std::vector<layer_shape>                               shapes; // by layer index, as the stream counts them
+    std::unordered_map<const ggml_tensor *, int32_t>       i_layer_of;
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> staging_of;
+
+    std::unique_ptr<moe::stream> stream; // null in the memory-fit pass
+    std::mutex                   report_mutex;
+    moe::stream_report           report;
+
+    ~moe_stream();
+
+    std::string stats_json() {
+        std::lock_guard<std::mutex> lock(report_mutex);
+        return moe::stats_json(report, stream->stats());
+    }
+};
+
+// the models that stream, the newest last
+static std::mutex                             live_mutex;
+static std::vector<std::weak_ptr<moe_stream>> live;
+
+moe_stream::~moe_stream() {
+    if (!stream) {
+        return;
+    }
+    if (const char * path = getenv("MOESTREAM_STATS_FILE")) {
+        std::ofstream out(path);
+        out << stats_json() << "\n";
+        if (!out) {
+            LLAMA_LOG_ERROR("moestream: cannot write MOESTREAM_STATS_FILE '%s'\n", path);
+        }
+    }
+}
+
+static std::shared_ptr<moe_stream> newest() {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    for (auto it = live.rbegin(); it != live.rend(); ++it) {
+        if (auto moe = it->lock()) {
+            return moe;
+        }
+    }
+    return nullptr;
+}
+
+std::string moe_stats_json() {
+    const auto moe = newest();
+    return moe ? moe->stats_json() : moe::stats_json_off();
+}
+
+std::string moe_stats_prometheus() {
+    const auto moe = newest();
+    if (!moe) {
+        return "";
+    }
+    std::lock_guard<std::mutex> lock(moe->report_mutex);
+    return moe::stats_prometheus(moe->report, moe->stream->stats());
+}
+
+std::string moe_model_stats_json(const llama_model * model) {
+    moe_stream * moe = model ? model->hparams.moe : nullptr;
+    return moe && moe->stream ? moe->stats_json() : moe::stats_json_off();
+}
+
+void moe_refuse(const moe_stream * moe, const char * what) {
+    if (moe) {
+        throw std::runtime_error(format("%s is not possible while experts are streamed (--moe-slots)", what));
+    }
+}
+
+//
+// loading
+//
+
+static const llama_model_kv_override * setting(const llama_model_loader & ml, const char * key, llama_model_kv_override_type type) {
+    const auto it = ml.kv_overrides.find(key);
+    if (it == ml.kv_overrides.end()) {
+        return nullptr;
+    }
+    if (it->second.tag != type) {
+        throw std::runtime_error(format("setting '%s' has the wrong type", key));
+    }
+    return &it->second;
+}
+
+static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
+    if (const auto * o = setting(ml, "moestream.io_threads", LLAMA_KV_OVERRIDE_TYPE_INT)) {
+        if (o->val_i64 < 1 || o->val_i64 > 256) {
+            throw std::runtime_error(format("--moe-io-threads %lld: expected 1 to 256", (long long) o->val_i64));
+        }
+        moe.io_threads = (int32_t) o->val_i64;
+    }
+    if (const auto * o = setting(ml, "moestream.io", LLAMA_KV_OVERRIDE_TYPE_STR)) {
+        if (!moe::io_mode_from_name(o->val_str, moe.io)) {
+            throw std::runtime_error(format("--moe-io '%s': expected auto, direct or buffered", o->val_str));
+        }
+    }
+    if (const auto * o = setting(ml, "moestream.policy", LLAMA_KV_OVERRIDE_TYPE_STR)) {
+        if (!moe::policy_from_name(o->val_str, moe.policy)) {
+            throw std::runtime_error(format("--moe-policy '%s': expected lru or lfu", o->val_str));
+        }
+    }
+    if (const auto * o = setting(ml, "moestream.overlap", LLAMA_KV_OVERRIDE_TYPE_BOOL)) {
+        moe.overlap = o->val_bool;
+    }
+}
+
+static void refuse_combinations(const moe_stream & moe, const llama_model_loader & ml, const llama_model_params & params,
+        const std::vector<llama_device> & devices) {
+    if (params.split_mode == LLAMA_SPLIT_MODE_ROW || params.split_mode == LLAMA_SPLIT_MODE_TENSOR) {
+        throw std::runtime_error(format("--moe-slots cannot be combined with --split-mode %s; hint: use --split-mode layer or none",
+                params.split_mode == LLAMA_SPLIT_MODE_ROW ? "row" : "tensor"));
+    }
+    if (params.load_mode == LLAMA_LOAD_MODE_MLOCK || params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
+        throw std::runtime_error(format("--moe-slots cannot be combined with --load-mode %s; hint: use --load-mode none, mmap or dio",
+                llama_load_mode_name(params.load_mode)));
+    }
+    for (const llama_device & d : devices) {
+        const ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(d.dev);
+        if (reg && strcmp(ggml_backend_reg_name(reg), "RPC") == 0) {
+            throw std::runtime_error("--moe-slots cannot be combined with --rpc; hint: leave out one of them");
+        }
+    }
+    for (const auto * o = ml.tensor_buft_overrides; o && o->pattern; ++o) {
+        const std::regex pattern(o->pattern);
+        for (const auto & [il, tensors] : moe.layers) {
+            for (const file_tensor & t : tensors) {
+                if (std::regex_search(t.name, pattern)) {
+                    throw std::runtime_error(format("--moe-slots cannot be combined with --cpu-moe, --n-cpu-moe or an --override-tensor that "
+                            "matches experts: '%s' matches '%s'; hint: leave out one of them", o->pattern, t.name.c_str()));
+                }
+            }
+        }
+    }
+}
+
+static void find_experts(moe_stream & moe, const llama_model_loader & ml, const llama_hparams & hparams) {
+    const LLM_TN tn(ml.get_arch());
+    for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
+        for (const llm_tensor kind : expert_kinds) {
+            const std::string name = tn(kind, "weight", il).str();
+            const auto * w = ml.get_weight(name.c_str());
+            if (!w) {
+                continue;
+            }
+            file_tensor t;
+            t.name         = name;
+            t.file         = w->idx;
+            t.offset       = w->offs;
+            t.expert_bytes = w->tensor->nb[2];
+            t.n_expert     = w->tensor->ne[2];
+            moe.expert_bytes += ggml_nbytes(w->tensor);
+            moe.layers[(int32_t) il].push_back(t);
+        }
+    }
+    moe.dense_bytes = ml.n_bytes - moe.expert_bytes;
+}
+
+static uint64_t align_up(uint64_t n, uint64_t to) {
+    return (n + to - 1) / to * to;
+}
+
+// the largest layer, and where in a half each tensor starts
+static void lay_out_staging(moe_stream & moe) {
+    for (auto & [il, tensors] : moe.layers) {
+        uint64_t pos = 0;
+        for (file_tensor & t : tensors) {
+            t.staging_offset = pos;
+            pos += align_up(t.expert_bytes * t.n_expert + tensor_pad, 4096);
+        }
+        moe.half_bytes = std::max(moe.half_bytes, pos);
+    }
+}
+
+static uint64_t kv_bytes_estimate(const llama_hparams & hparams, int64_t n_ctx) {
+    uint64_t n = 0;
+    for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
+        n += (hparams.n_embd_k_gqa(il) + hparams.n_embd_v_gqa(il)) * 2; // F16
+    }
+    return n * n_ctx;
+}
+
+static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const llama_hparams & hparams) {
+    int64_t  n_expert_max = 0;
+    int64_t  n_used_max   = 0;
+    uint64_t slot_bytes   = 0;
+    for (const auto & [il, tensors] : moe.layers) {
+        n_used_max = std::max<int64_t>(n_used_max, hparams.n_expert_used(il));
+        for (const file_tensor & t : tensors) {
+            n_expert_max = std::max(n_expert_max, t.n_expert);
+            slot_bytes  += t.expert_bytes;
+        }
+    }
+
+    if (moe.slots_wanted == MOE_SLOTS_ALL) {
+        moe.n_slot = (int32_t) n_expert_max;
+        return;
+    }
+    if (moe.slots_wanted > 0) {
+        if (moe.slots_wanted < n_used_max) {
+            throw std::runtime_error(format("--moe-slots %lld is too few: a token of this model uses %lld experts a layer; hint: --moe-slots %lld or more",
+                    (long long) moe.slots_wanted, (long long) n_used_max, (long long) n_used_max));
+        }
+        moe.n_slot = (int32_t) std::min(moe.slots_wanted, n_expert_max);
+        return;
+    }
+    if (moe.slots_wanted != MOE_SLOTS_AUTO) {
+        throw std::runtime_error(format("setting 'moestream.slots' is %lld: expected a number of slots, %d (auto) or %d (all)",
+                (long long) moe.slots_wanted, MOE_SLOTS_AUTO, MOE_SLOTS_ALL));
+    }
+
+    const auto * o = setting(ml, "moestream.n_ctx", LLAMA_KV_OVERRIDE_TYPE_INT);
+    const int64_t n_ctx = o && o->val_i64 > 0 ? o->val_i64 : hparams.n_ctx_train;
+
+    // The memory-fit pass and the real load must decide alike, whatever became of free memory in between.
+    using key = std::tuple<std::string, uint64_t, int64_t>;
+    static std::mutex mutex;
+    static std::map<key, int32_t> decided;
+    std::lock_guard<std::mutex> lock(mutex);
+    int32_t & n_slot = decided[{ ml.arch_name, ml.n_bytes, n_ctx }];
+    if (n_slot == 0) {
+        moe::slot_budget b;
+        // one tenth and 512 MiB for compute buffers, the program itself, and whatever else runs
+        const uint64_t reserve = moe.memory.available_bytes / 10 + (512ull << 20);
+        b.available_bytes = moe.memory.available_bytes > reserve ? moe.memory.available_bytes - reserve : 0;
+        b.resident_bytes  = moe.dense_bytes + kv_bytes_estimate(hparams, n_ctx);
+        b.staging_bytes   = 2 * moe.half_bytes;
+        b.slot_bytes      = slot_bytes;
+        b.n_expert        = (int32_t) n_expert_max;
+        n_slot = moe::slots_that_fit(b);
+        if (n_slot < n_used_max) {
+            const double need = (b.resident_bytes + b.staging_bytes + n_used_max * slot_bytes + (512 << 20)) / 0.9 / 1073741824.0;
+            decided.erase({ ml.arch_name, ml.n_bytes, n_ctx });
+            throw std::runtime_error(format("--moe-slots auto: not even %lld slots a layer fit into the %.2f GiB available (%s); about %.2f GiB are needed; "
+                    "hint: a smaller context (-c), or free memory",
+                    (long long) n_used_max, moe.memory.available_bytes / 1073741824.0, moe.memory.limited_by.c_str(), need));
+        }
+    }
+    moe.n_slot = n_slot;
+}
+
+std::shared_ptr<moe_stream> moe_load_begin(
+        llama_model_loader & ml, const llama_hparams & hparams, const llama_model_params & params,
+        const std::vector<llama_device> & devices) {
+    const auto * slots = setting(ml, "moestream.slots", LLAMA_KV_OVERRIDE_TYPE_INT);
+    if (!slots || slots->val_i64 == 0) {
+        return nullptr;
+    }
+
+    auto moe = std::make_shared<moe_stream>();
+    moe->slots_wanted = slots->val_i64;
+    read_settings(*moe, ml);
+
+    if (ml.files.empty()) {
+        throw std::runtime_error("--moe-slots needs a model file to read experts from");
+    }
+    find_experts(*moe, ml, hparams);
+    if (moe->layers.empty()) {
+        throw std::runtime_error(format("--moe-slots: this is not a mixture-of-experts model (architecture '%s' has no expert tensors here); "
+                "hint: leave out --moe-slots", ml.arch_name.c_str()));
+    }
+    refuse_combinations(*moe, ml, params, devices);
+    lay_out_staging(*moe);
+    moe->memory = moe::available_memory();
+    decide_slots(*moe, ml, hparams);
+
+    // unless asked for, no mapping: dense weights are read once and stay resident
+    if (params.load_mode == LLAMA_LOAD_MODE_AUTO) {
+        ml.use_mmap = false;
+    }
+    moe->maps_dense = ml.use_mmap;
+    return moe;
+}
+
+ggml_backend_buffer_type_t moe_load_tensor(
+        moe_stream * moe, llama_model_loader & ml, const LLM_TN_IMPL & tn, int flags, ggml_tensor * t_meta) {
+    if (!moe || (flags & llama_model_loader::TENSOR_SKIP)) {
+        return nullptr;
+    }
+    const auto it = moe->layers.find(tn.bid);
+    if (it == moe->layers.end()) {
+        return nullptr;
+    }
+    const std::string name = tn.str();
+    for (const file_tensor & t : it->second) {
+        if (t.name == name) {
+            ml.size_data -= ggml_nbytes(t_meta);
+            t_meta->ne[2] = std::min<int64_t>(moe->n_slot, t_meta->ne[2]);
+            t_meta->nb[3] = t_meta->nb[2] * t_meta->ne[2];
+            return pool_buft();
+        }
+    }
+    return nullptr;
+}
+
+void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
+    if (!moe) {
+        return;
+    }
+    const auto it_ctx = ml.ctx_map.find({ pool_buft(), false });
+    if (it_ctx == ml.ctx_map.end()) {
+        throw std::runtime_error("--moe-slots: the model uses none of its expert tensors");
+    }
+    ggml_context * ctx = it_ctx->second.get();
+
+    // keep what the model really uses (layers of a skipped MTP head stay unread)
+    bool needs_staging = false;
+    for (auto it = moe->layers.begin(); it != moe->layers.end(); ) {
+        for (file_tensor & t : it->second) {
+            t.pool = ggml_get_tensor(ctx, t.name.c_str());
+            needs_staging = needs_staging || (t.pool && t.pool->ne[2] < t.n_expert);
+        }
+        const bool used = it->second[0].pool != nullptr;
+        it = used ? std::next(it) : moe->layers.erase(it);
+    }
+    if (needs_staging) {
+        moe->half_bytes = 0;
+        lay_out_staging(*moe);
+        moe->staging = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, 2 * moe->half_bytes);
+        ggml_set_name(moe->staging, "moe_staging");
+    } else {
+        moe->half_bytes = 0;
+    }
+}
+
+void moe_load_mapped(moe_stream * moe, llama_model_loader & ml) {
+    if (!moe || ml.mappings.empty()) {
+        return;
+    }
+    for (const auto & [il, tensors] : moe->layers) {
+        for (const file_tensor & t : tensors) {
+            ml.mappings.at(t.file)->unmap_fragment(t.offset, t.offset + t.expert_bytes * t.n_expert);
+        }
+    }
+}
+
+// a tensor struct like the pool's, but full width, inside staging; parity picks the half
+static ggml_tensor * make_twin(moe_stream & moe, const file_tensor & t, int32_t parity) {
+    ggml_tensor * twin = ggml_new_tensor_3d(moe.ctx_staging.get(), t.pool->type, t.pool->ne[0], t.pool->ne[1], t.n_expert);
+    ggml_format_name(twin, "%s.staging", t.name.c_str());
+    const uint64_t offset = parity * moe.half_bytes + t.staging_offset;
+    if (moe.staging->data) {
+        ggml_backend_tensor_alloc(moe.staging->buffer, twin, (char *) moe.staging->data + offset);
+    } else {
+        twin->buffer = moe.staging->buffer; // the memory-fit pass
+    }
+    return twin;
+}
+
+static std::string choose_io(moe_stream & moe, const std::vector<moe::open_file> & files, std::unique_ptr<moe::file_source> & source) {
+    std::string error;
+    if (moe.io != moe::io_mode::automatic) {
+        source = moe::make_file_source(files, moe.io, error);
+        if (!source) {
+            throw std::runtime_error(format("--moe-io %s: %s; hint: --moe-io %s", moe::io_mode_name(moe.io), error.c_str(),
+                    moe.io == moe::io_mode::direct ? "buffered" : "direct"));
+        }
+        moe.io_reason = "as asked";
+        return moe::io_mode_name(moe.io);
+    }
+    // through the page cache only if it can hold the experts beside everything else
+    const uint64_t need = moe.expert_bytes + moe.dense_bytes + ggml_nbytes(moe.layers.begin()->second[0].pool);
+    if (moe.memory.available_bytes > 0 && need > moe.memory.available_bytes) {
+        source = moe::make_file_source(files, moe::io_mode::direct, error);
+        if (source) {
+            moe.io_reason = format("%.1f GiB of experts exceed the %.1f GiB available (%s)", moe.expert_bytes / 1073741824.0,
+                    moe.memory.available_bytes / 1073741824.0, moe.memory.limited_by.c_str());
+            return moe::io_mode_name(moe::io_mode::direct);
+        }
+        moe.io_reason = error;
+    } else {
+        moe.io_reason = "the page cache can hold the experts";
+    }
+    source = moe::make_file_source(files, moe::io_mode::buffered, error);
+    if (!source) {
+        throw std::runtime_error(error);
+    }
+    return moe::io_mode_name(moe::io_mode::buffered);
+}
+
+// the loader does not keep the paths
+static std::string path_of(const llama_file & file) {
+#ifdef __linux__
+    char path[4096];
+    const std::string link = "/proc/self/fd/" + std::to_string(file.file_id());
+    const ssize_t n = readlink(link.c_str(), path, sizeof(path));
+    if (n > 0) {
+        return std::string(path, n);
+    }
+#endif
+    return "descriptor " + std::to_string(file.file_id());
+}
+
+static std::string base_name(const std::string & path) {
+    return path.substr(path.find_last_of('/') + 1);
+}
+
+void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<const ggml_tensor *, ggml_prec> & prec) {
+    if (!moe) {
+        return;
+    }
+
+    size_t n_tensors = 0;
+    for (const auto & [il, tensors] : moe->layers) {
+        n_tensors += tensors.size();
+    }
+    moe->ctx_staging.reset(ggml_init({ ggml_tensor_overhead() * (n_tensors + 1), nullptr, true }));
+
+    std::vector<moe::layer_desc> descs;
+    for (auto & [il, tensors] : moe->layers) {
+        const int32_t i_layer = (int32_t) descs.size();
+        moe::layer_desc d;
+        d.layer    = il;
+        d.n_expert = (int32_t) tensors[0].n_expert;
+        d.n_slot   = (int32_t) tensors[0].pool->ne[2];
+        for (file_tensor & t : tensors) {
+            d.parts.push_back({ (int32_t) t.file, t.offset, t.expert_bytes, (uint8_t *) t.pool->data, t.staging_offset });
+            moe->i_layer_of[t.pool] = i_layer;
+            if (moe->staging) {
+                t.staging = make_twin(*moe, t, i_layer % 2);
+                moe->staging_of[t.pool] = t.staging;
+                const auto it = prec.find(t.pool);
+                if (it != prec.end()) {
+                    prec.emplace(t.staging, it->second);
+                }
+            }
+        }
+        moe->shapes.push_back({ d.n_expert, d.n_slot });
+        descs.push_back(d);
+    }
+
+    if (ml.no_alloc) {
+        return;
+    }
+
+    std::vector<moe::open_file> files;
+    for (size_t i = 0; i < ml.files.size(); ++i) {
+        files.push_back({ ml.files[i]->file_id(), path_of(*ml.files[i]) });
+    }
+
+    moe::stream_report & r = moe->report;
+    std::unique_ptr<moe::file_source> source;
+    r.io_mode         = choose_io(*moe, files, source);
+    r.io_requested    = moe::io_mode_name(moe->io);
+    r.io_reason       = moe->io_reason;
+    r.io_threads      = moe->io_threads;
+    r.model           = base_name(files[0].name);
+    r.n_slot          = moe->n_slot;
+    r.slots_requested = moe->slots_wanted == MOE_SLOTS_ALL ? "all" : moe->slots_wanted == MOE_SLOTS_AUTO ? "auto" : std::to_string(moe->slots_wanted);
+    r.policy          = moe::policy_name(moe->policy);
+    r.overlap         = moe->overlap;
+    r.placement       = "cpu";
+    r.kernels_expert  = "plain";
+    r.kernels_dense   = "plain";
+    for (const auto & [key, ctx] : ml.ctx_map) {
+        if (std::string(ggml_backend_buft_name(key.buft)).find("REPACK") != std::string::npos) {
+            r.kernels_dense = "repacked";
+        }
+    }
+    for (const moe::layer_desc & d : descs) {
+        r.n_expert = std::max(r.n_expert, d.n_expert);
+    }
+
+    moe::stream::options opt;
+    opt.policy     = moe->policy;
+    opt.poison     = getenv("MOESTREAM_POISON") != nullptr;
+    opt.staging    = moe->staging ? (uint8_t *) moe->staging->data : nullptr;
+    opt.half_bytes = moe->half_bytes;
+    auto io = std::make_unique<moe::reader>(std::move(source), moe->io_threads);
+    moe->stream = std::make_unique<moe::stream>(opt, std::move(descs), std::move(io));
+}
+
+void moe_context_created(const llama_model & model, const llama_context * ctx) {
+    moe_stream * moe = model.hparams.moe;
+    if (!moe || !moe->stream) {
+        return;
+    }
+    uint64_t dense = 0;
+    uint64_t kv = 0;
+    uint64_t compute = 0;
+    for (const auto & [buft, mb] : llama_get_memory_breakdown(ctx)) {
+        dense   += moe_is_pool(buft) ? 0 : mb.model;
+        kv      += mb.context;
+        compute += mb.compute;
+    }
+
+    std::lock_guard<std::mutex> lock(moe->report_mutex);
+    moe::stream_report & r = moe->report;
+    const bool first = r.memory.pool_bytes == 0;
+    if (first) {
+        for (const auto & [il, tensors] : moe->layers) {
+            r.n_expert_used = std::max(r.n_expert_used, (int32_t) model.hparams.n_expert_used(il));
+            for (const file_tensor & t : tensors) {
+                r.memory.pool_bytes += ggml_nbytes(t.pool);
+            }
+        }
+        r.memory.staging_bytes = 2 * moe->half_bytes;
+        r.memory.bounce_bytes  = moe->stream->bounce_bytes();
+        // a mapped range spans the experts between dense weights, which are not mapped any more
+        r.memory.dense_bytes   = moe->maps_dense ? moe->dense_bytes : dense;
+    }
+    r.memory.kv_bytes      += kv;
+    r.memory.compute_bytes += compute;
+
+    const auto mib = [](uint64_t n) { return n / 1048576.0; };
+    if (first) {
+        LLAMA_LOG_INFO("moestream: streaming %s: %zu MoE layers, %d of %d experts a layer in slots (--moe-slots %s), %d used per token\n",
+                r.model.c_str(), moe->layers.size(), r.n_slot, r.n_expert, r.slots_requested.c_str(), r.n_expert_used);
+        LLAMA_LOG_INFO("moestream: reads: %s, %d threads (%s); policy %s; overlap %s; experts on the %s\n", r.io_mode.c_str(), r.io_threads,
+                r.io_reason.c_str(), r.policy.c_str(), r.overlap ? "on" : "off", r.placement.c_str());
+        LLAMA_LOG_INFO("moestream: kernels: experts %s, dense weights %s%s\n", r.kernels_expert.c_str(), r.kernels_dense.c_str(),
+                r.kernels_dense == r.kernels_expert ? " (same bits as stock with --no-repack)" :
+                " (no stock setting has the same bits; --no-repack does)");
+    }
+    const moe::memory_report & m = r.memory;
+    LLAMA_LOG_INFO("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f + read buffers %.1f + KV %.1f + compute %.1f\n",
+            mib(m.total()), mib(m.dense_bytes), mib(m.pool_bytes), mib(m.staging_bytes), mib(m.bounce_bytes), mib(m.kv_bytes), mib(m.compute_bytes));
+
+    if (first) {
+        std::lock_guard<std::mutex> lock_live(live_mutex);
+        live.erase(std::remove_if(live.begin(), live.end(), [](const auto & w) { return w.expired(); }), live.end());
+        live.push_back(moe->weak_from_this());
+    }
+}
+
+//
+// graph
+//
+
+// op_params of our nodes, behind the function, the thread count and the pointer that ggml_custom_4d puts there
+enum { PARAM_LAYER = 12, PARAM_STAGED = 13, PARAM_READ_NEXT = 14 };
+
+static moe::chosen_experts chosen_of(const ggml_tensor * ids) {
+    return { (const uint8_t *) ids->data, ids->ne[0], ids->ne[1], ids->nb[0], ids->nb[1] };
+}
+
+static void op_begin(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
+    if (ith != 0) {
+        return;
+    }
+    moe::stream & s = *((moe_stream *) userdata)->stream;
+    const int32_t i_layer = dst->op_params[PARAM_LAYER];
+    if (dst->op_params[PARAM_STAGED]) {
+        s.begin_staging(i_layer, chosen_of(dst->src[0]), (int32_t *) dst->data, dst->op_params[PARAM_READ_NEXT] != 0);
+    } else {
+        s.begin_slots(i_layer, chosen_of(dst->src[0]), (int32_t *) dst->data);
+    }
+}
+
+static void op_join(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
+    moe::stream & s = *((moe_stream *) userdata)->stream;
+    const int32_t i_layer = dst->op_params[PARAM_LAYER];
+    const bool    staged  = dst->op_params[PARAM_STAGED] != 0;
+    s.wait(i_layer, staged, ith == 0); // all threads sleep here, so that readers have the cores
+    if (ith == 0) {
+        s.settle(i_layer, staged);
+        memcpy(dst->data, dst->src[0]->data, ggml_nbytes(dst));
+    }
+}
+
+static bool is_node(const ggml_tensor * t, ggml_custom_op_t fun) {
+    return t->op == GGML_OP_CUSTOM && memcmp(t->op_params, &fun, sizeof(fun)) == 0;
+}
+
+static bool is_staged(const moe_stream * moe, int32_t i_layer, const ggml_tensor * ids) {
+    const layer_shape & s = moe->shapes[i_layer];
+    return !moe::fits_slots(s.n_expert, s.n_slot, ids->ne[0], ids->ne[1]);
+}
+
+ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * selected, ggml_tensor * down_exps) {
+    if (!moe) {
+        return selected;
+    }
+    const auto it = moe->i_layer_of.find(down_exps);
+    if (it == moe->i_layer_of.end()) {
+        return selected;
+    }
+    const int32_t i_layer = it->second;
+    const int32_t staged = is_staged(moe, i_layer, selected);
+
+    ggml_tensor * begin = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, &selected, 1, op_begin, 1, moe);
+    ggml_format_name(begin, "moe_begin-%d", i_layer);
+    ggml_tensor * join = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, &begin, 1, op_join, GGML_N_TASKS_MAX, moe);
+    ggml_format_name(join, "moe_join-%d", i_layer);
+    for (ggml_tensor * t : { begin, join }) {
+        t->op_params[PARAM_LAYER]  = i_layer;
+        t->op_params[PARAM_STAGED] = staged;
+    }
+
+    ggml_build_forward_expand(gf, begin);
+    return join;
+}
+
+ggml_tensor * moe_graph_weights(moe_stream * moe, ggml_tensor * w, const ggml_tensor * ids) {
+    if (!moe) {
+        return w;
+    }
+    const auto it = moe->i_layer_of.find(w);
+    if (it == moe->i_layer_of.end() || !is_staged(moe, it->second, ids)) {
+        return w;
+    }
+    return moe->staging_of.at(w);
+}
+
+static bool is_matmul(const ggml_tensor * t) {
+    return t->op == GGML_OP_MUL_MAT;
+}
+
+// memory other than their own result, or state that outlives the graph
+static bool has_side_effect(const ggml_tensor * t) {
+    return t->op == GGML_OP_CPY || t->op == GGML_OP_SET_ROWS || t->op == GGML_OP_SET || t->op == GGML_OP_CUSTOM;
+}
+
+// Nodes behind the join that do not need its result, up to the node that brings both together: the shared or dense FFN of the
+// layer. They move in front of the join, in their order. Nothing moves unless that is what was found.
+static void move_shared_ffn(ggml_tensor ** nodes, int i_join, int n_nodes) {
+    std::unordered_set<const ggml_tensor *> dependent = { nodes[i_join] };
+    std::unordered_set<const ggml_tensor *> independent;
+    bool has_matmul = false;
+    int  i_end = -1;
+    for (int i = i_join + 1; i < n_nodes && i_end < 0; ++i) {
+        const ggml_tensor * t = nodes[i];
+        bool needs_join = dependent.count(t->view_src) > 0;
+        bool needs_independent = independent.count(t->view_src) > 0;
+        for (const ggml_tensor * src : t->src) {
+            needs_join        = needs_join        || dependent.count(src) > 0;
+            needs_independent = needs_independent || independent.count(src) > 0;
+        }
+        if (needs_join && needs_independent) {
+            i_end = i;
+        } else if (needs_join) {
+            dependent.insert(t);
+        } else if (has_side_effect(t)) {
+            return;
+        } else {
+            independent.insert(t);
+            has_matmul = has_matmul || is_matmul(t);
+        }
+    }
+    if (i_end < 0 || !has_matmul) {
+        return;
+    }
+    std::stable_partition(nodes + i_join, nodes + i_end, [&](const ggml_tensor * t) { return independent.count(t) > 0; });
+}
+
+void moe_graph_finish(moe_stream * moe, ggml_cgraph * gf) {
+    if (!moe) {
+        return;
+    }
+    ggml_tensor ** nodes = ggml_graph_nodes(gf);
+    const int n_nodes = ggml_graph_n_nodes(gf);
+
+    ggml_tensor * last_begin = nullptr;
+    for (int i = 0; i < n_nodes; ++i) {
+        ggml_tensor * t = nodes[i];
+        if (is_node(t, op_begin)) {
+            if (last_begin) {
+                const int32_t i_layer = t->op_params[PARAM_LAYER];
+                last_begin->op_params[PARAM_READ_NEXT] =
+                    last_begin->op_params[PARAM_STAGED] && t->op_params[PARAM_STAGED] &&
+                    last_begin->op_params[PARAM_LAYER] + 1 == i_layer &&
+                    moe::touches_nearly_all(moe->shapes[i_layer].n_expert, t->ne[0], t->ne[1]);
+            }
+            last_begin = t;
+        } else if (moe->overlap && is_node(t, op_join)) {
+            move_shared_ffn(nodes, i, n_nodes);
+        }
+    }
+}
+
+//
+// compute
+//
+
+moe_compute::moe_compute(moe_stream * moe) : moe(moe && moe->stream ? moe : nullptr) {
+    if (this->moe) {
+        this->moe->stream->compute_begin();
+        open = true;
+    }
+}
+
+ggml_status moe_compute::finish(ggml_status status) {
+    if (!open) {
+        return status;
+    }
+    open = false;
+    const std::string error = moe->stream->compute_end(status == GGML_STATUS_SUCCESS);
+    if (!error.empty()) {
+        LLAMA_LOG_ERROR("moestream: %s\n", error.c_str());
+        return GGML_STATUS_FAILED;
+    }
+    return status;
+}
+
+moe_compute::~moe_compute() {
+    if (open) {
+        finish(GGML_STATUS_ABORTED);
+    }
+}

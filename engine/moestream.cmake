@@ -1,0 +1,36 @@
+# Joins the engine to upstream's targets. Included by upstream's top-level CMakeLists.txt (patches/), with MOESTREAM_ENGINE_DIR set.
+
+set(MOESTREAM_SOURCES
+    budget.cpp
+    moe-hooks.cpp
+    policy.cpp
+    reader.cpp
+    slot-pool.cpp
+    stats.cpp
+    stream.cpp
+)
+list(TRANSFORM MOESTREAM_SOURCES PREPEND "${MOESTREAM_ENGINE_DIR}/")
+
+find_package(Threads REQUIRED)
+
+target_sources            (llama PRIVATE ${MOESTREAM_SOURCES})
+target_include_directories(llama PUBLIC  $<BUILD_INTERFACE:${MOESTREAM_ENGINE_DIR}>)
+target_link_libraries     (llama PRIVATE Threads::Threads)
+
+# upstream builds its sources as large units; ours keep their own static names
+set_source_files_properties(${MOESTREAM_SOURCES} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+# the only file that sees upstream's internals
+set_source_files_properties("${MOESTREAM_ENGINE_DIR}/moe-hooks.cpp" TARGET_DIRECTORY llama PROPERTIES
+    INCLUDE_DIRECTORIES "${PROJECT_SOURCE_DIR}/src;${PROJECT_SOURCE_DIR}/ggml/src")
+
+if (TARGET llama-common)
+    # the flags' parser checks names with the same functions as the engine
+    target_sources(llama-common PRIVATE "${MOESTREAM_ENGINE_DIR}/moe-args.cpp")
+    set_source_files_properties("${MOESTREAM_ENGINE_DIR}/moe-args.cpp" TARGET_DIRECTORY llama-common PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+endif()
+
+# a checkout has programs that test the engine inside upstream; an installed package does not
+set(MOESTREAM_IDENTITY_DIR "${MOESTREAM_ENGINE_DIR}/../tests/identity")
+if (TARGET llama-common AND EXISTS "${MOESTREAM_IDENTITY_DIR}/CMakeLists.txt")
+    add_subdirectory("${MOESTREAM_IDENTITY_DIR}" "${CMAKE_BINARY_DIR}/moestream-identity")
+endif()

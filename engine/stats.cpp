@@ -1,0 +1,161 @@
+#include "stats.h"
+
+#include <cstdio>
+
+namespace moe {
+
+namespace {
+
+// a small JSON writer: keys in order, commas where they belong
+class json_object {
+public:
+    json_object & add(const char * key, const std::string & value) { return raw(key, quoted(value)); }
+    json_object & add(const char * key, const char * value) { return raw(key, quoted(value)); }
+    json_object & add(const char * key, bool value) { return raw(key, value ? "true" : "false"); }
+    json_object & add(const char * key, int32_t value) { return raw(key, std::to_string(value)); }
+    json_object & add(const char * key, uint64_t value) { return raw(key, std::to_string(value)); }
+
+    json_object & raw(const char * key, const std::string & value) {
+        body += (body.empty() ? "" : ",") + quoted(key) + ":" + value;
+        return *this;
+    }
+
+    std::string str() const { return "{" + body + "}"; }
+
+private:
+    static std::string quoted(const std::string & s) {
+        std::string out = "\"";
+        for (const char c : s) {
+            if (c == '"' || c == '\\') {
+                out += '\\';
+                out += c;
+            } else if ((unsigned char) c < 0x20) {
+                char buf[8];
+                snprintf(buf, sizeof(buf), "\\u%04x", c);
+                out += buf;
+            } else {
+                out += c;
+            }
+        }
+        return out + "\"";
+    }
+
+    std::string body;
+};
+
+struct counters {
+    uint64_t hits = 0, misses = 0, evictions = 0, bytes_needed = 0, bytes_read = 0, bytes_copied = 0, stall_us = 0;
+
+    void add(const layer_stats & l) {
+        hits         += l.hits;
+        misses       += l.misses;
+        evictions    += l.evictions;
+        bytes_needed += l.bytes_needed;
+        bytes_read   += l.bytes_read;
+        bytes_copied += l.bytes_copied;
+        stall_us     += l.stall_us;
+    }
+
+    void write(json_object & o) const {
+        o.add("hits", hits).add("misses", misses).add("evictions", evictions).add("bytes_needed", bytes_needed)
+            .add("bytes_read", bytes_read).add("bytes_copied", bytes_copied).add("stall_us", stall_us);
+    }
+};
+
+} // namespace
+
+static const char * schema = "moestream/stats/1";
+
+std::string stats_json_off() {
+    return json_object().add("schema", schema).add("streaming", false).str();
+}
+
+std::string stats_json(const stream_report & r, const stream_stats & s) {
+    counters    total;
+    std::string layers;
+    for (const auto & l : s.layers) {
+        counters one;
+        one.add(*l);
+        total.add(*l);
+        json_object o;
+        o.add("layer", l->layer).add("n_expert", l->n_expert).add("slots", l->n_slot);
+        one.write(o);
+        layers += (layers.empty() ? "" : ",") + o.str();
+    }
+
+    json_object totals;
+    total.write(totals);
+    totals.add("tokens_decode", s.tokens_decode.load()).add("tokens_prefill", s.tokens_prefill.load())
+        .add("read_errors", s.read_errors.load());
+
+    const memory_report & m = r.memory;
+    return json_object()
+        .add("schema", schema)
+        .add("streaming", true)
+        .add("model", r.model)
+        .add("n_layer_moe", (int32_t) s.layers.size())
+        .add("n_expert", r.n_expert)
+        .add("n_expert_used", r.n_expert_used)
+        .add("slots", r.n_slot)
+        .add("slots_requested", r.slots_requested)
+        .add("policy", r.policy)
+        .raw("io", json_object().add("mode", r.io_mode).add("requested", r.io_requested).add("reason", r.io_reason)
+            .add("threads", r.io_threads).str())
+        .add("overlap", r.overlap)
+        .add("placement", r.placement)
+        .raw("kernels", json_object().add("experts", r.kernels_expert).add("dense", r.kernels_dense).str())
+        .raw("memory", json_object().add("pool_bytes", m.pool_bytes).add("staging_bytes", m.staging_bytes)
+            .add("bounce_bytes", m.bounce_bytes).add("dense_bytes", m.dense_bytes).add("kv_bytes", m.kv_bytes)
+            .add("compute_bytes", m.compute_bytes).add("total_bytes", m.total()).str())
+        .raw("totals", totals.str())
+        .raw("layers", "[" + layers + "]")
+        .str();
+}
+
+std::string stats_prometheus(const stream_report & r, const stream_stats & s) {
+    std::string out;
+
+    const auto header = [&](const char * name, const char * type, const char * help) {
+        out += std::string("# HELP moestream_") + name + " " + help + "\n";
+        out += std::string("# TYPE moestream_") + name + " " + type + "\n";
+    };
+    const auto line = [&](const std::string & name, uint64_t value) {
+        out += "moestream_" + name + " " + std::to_string(value) + "\n";
+    };
+    const auto per_layer = [&](const char * name, const char * help, std::atomic<uint64_t> layer_stats::* field) {
+        header(name, "counter", help);
+        for (const auto & l : s.layers) {
+            line(std::string(name) + "{layer=\"" + std::to_string(l->layer) + "\"}", ((*l).*field).load());
+        }
+    };
+
+    per_layer("expert_hits_total",      "Accesses served from a slot.",                       &layer_stats::hits);
+    per_layer("expert_misses_total",    "Accesses that had to be read.",                      &layer_stats::misses);
+    per_layer("expert_evictions_total", "Experts that lost their slot.",                      &layer_stats::evictions);
+    per_layer("bytes_needed_total",     "Bytes of all experts accessed.",                     &layer_stats::bytes_needed);
+    per_layer("bytes_read_total",       "Bytes read from files.",                             &layer_stats::bytes_read);
+    per_layer("bytes_copied_total",     "Bytes copied between slots and staging.",            &layer_stats::bytes_copied);
+    per_layer("stall_us_total",         "Microseconds that compute waited for experts.",      &layer_stats::stall_us);
+
+    header("slots", "gauge", "Expert slots of the layer.");
+    for (const auto & l : s.layers) {
+        line("slots{layer=\"" + std::to_string(l->layer) + "\"}", (uint64_t) l->n_slot);
+    }
+    header("tokens_decode_total", "counter", "Tokens computed through slots.");
+    line("tokens_decode_total", s.tokens_decode);
+    header("tokens_prefill_total", "counter", "Tokens computed through staging.");
+    line("tokens_prefill_total", s.tokens_prefill);
+    header("read_errors_total", "counter", "Failed reads of experts.");
+    line("read_errors_total", s.read_errors);
+    header("memory_bytes", "gauge", "Planned resident memory by use.");
+    const memory_report & m = r.memory;
+    line("memory_bytes{use=\"pool\"}",    m.pool_bytes);
+    line("memory_bytes{use=\"staging\"}", m.staging_bytes);
+    line("memory_bytes{use=\"bounce\"}",  m.bounce_bytes);
+    line("memory_bytes{use=\"dense\"}",   m.dense_bytes);
+    line("memory_bytes{use=\"kv\"}",      m.kv_bytes);
+    line("memory_bytes{use=\"compute\"}", m.compute_bytes);
+    return out;
+}
+
+} // namespace moe

@@ -1,0 +1,71 @@
+#pragma once
+
+// Counters of a streamed model, and how they are shown: JSON for /moe/stats (schema moestream/stats/1, docs/stats.md) and
+// Prometheus lines for /metrics. The counters are written by the computing thread and may be read by any other.
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace moe {
+
+struct layer_stats {
+    int32_t layer    = 0; // the block number in the model
+    int32_t n_expert = 0;
+    int32_t n_slot   = 0;
+
+    // an access is one expert wanted by one batch of tokens, however many of them chose it
+    std::atomic<uint64_t> hits         { 0 };
+    std::atomic<uint64_t> misses       { 0 };
+    std::atomic<uint64_t> evictions    { 0 };
+    std::atomic<uint64_t> bytes_needed { 0 }; // of all accesses
+    std::atomic<uint64_t> bytes_read   { 0 }; // from files, for this layer, reading ahead included
+    std::atomic<uint64_t> bytes_copied { 0 }; // between slots and staging
+    std::atomic<uint64_t> stall_us     { 0 }; // time compute waited for experts
+};
+
+struct memory_report {
+    uint64_t pool_bytes    = 0; // all slots
+    uint64_t staging_bytes = 0;
+    uint64_t bounce_bytes  = 0; // aligned buffers of direct reads
+    uint64_t dense_bytes   = 0; // the weights that stay resident
+    uint64_t kv_bytes      = 0;
+    uint64_t compute_bytes = 0;
+
+    uint64_t total() const { return pool_bytes + staging_bytes + bounce_bytes + dense_bytes + kv_bytes + compute_bytes; }
+};
+
+// what is in force; fixed after loading, but for memory, which the first context completes
+struct stream_report {
+    std::string model;          // the file's name, without its folders
+    int32_t     n_expert      = 0;
+    int32_t     n_expert_used = 0;
+    int32_t     n_slot        = 0; // of the layer with the most
+    std::string slots_requested;   // as given: a number, "all" or "auto"
+    std::string policy;
+    std::string io_mode;        // "direct" or "buffered"
+    std::string io_requested;   // as given
+    std::string io_reason;
+    int32_t     io_threads    = 0;
+    bool        overlap       = true;
+    std::string placement;      // where the expert matmuls run
+    std::string kernels_expert; // "plain" or "repacked"
+    std::string kernels_dense;
+    memory_report memory;
+};
+
+struct stream_stats {
+    std::vector<std::unique_ptr<layer_stats>> layers;
+
+    std::atomic<uint64_t> tokens_decode  { 0 }; // went through slots
+    std::atomic<uint64_t> tokens_prefill { 0 }; // went through staging
+    std::atomic<uint64_t> read_errors    { 0 };
+};
+
+std::string stats_json(const stream_report & report, const stream_stats & stats);
+std::string stats_json_off();
+std::string stats_prometheus(const stream_report & report, const stream_stats & stats);
+
+} // namespace moe

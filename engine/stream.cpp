@@ -1,0 +1,314 @@
+#include "stream.h"
+
+#include <algorithm>
+#include <cassert>
+#include <chrono>
+#include <cstring>
+
+namespace moe {
+
+static uint64_t now_us() {
+    using namespace std::chrono;
+    return (uint64_t) duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_ptr<reader> io_in)
+    : opt(opt), io(std::move(io_in)) {
+    int32_t n_expert_max = 0;
+    for (layer_desc & d : descs) {
+        auto l = std::make_unique<layer_state>(d, opt.policy);
+        auto s = std::make_unique<layer_stats>();
+        s->layer    = d.layer;
+        s->n_expert = d.n_expert;
+        s->n_slot   = d.n_slot;
+        l->stats    = s.get();
+        l->pending.reserve(d.n_slot);
+        l->last_experts.reserve(d.n_slot);
+        layers.push_back(std::move(l));
+        stats_.layers.push_back(std::move(s));
+        n_expert_max = std::max(n_expert_max, d.n_expert);
+    }
+    seen.assign(n_expert_max, 0);
+    slot_by_expert.assign(n_expert_max, -1);
+    scratch_experts.reserve(n_expert_max);
+}
+
+stream::~stream() {
+    io.reset(); // ends the workers; nothing is in flight from here on
+}
+
+void stream::compute_begin() {
+    compute.lock();
+    error.clear();
+}
+
+std::string stream::compute_end(bool complete) {
+    if (!complete || !error.empty()) {
+        // an aborted graph leaves layers between begin and join
+        for (auto & l : layers) {
+            settle_slots(*l);
+        }
+        for (half & h : halves) {
+            settle_half(h);
+        }
+    }
+    const std::string result = error;
+    compute.unlock();
+    return result;
+}
+
+void stream::note_error(const std::string & what, size_t n_failed) {
+    stats_.read_errors += n_failed;
+    if (error.empty()) {
+        error = what;
+    }
+}
+
+// the experts chosen, each once, in order of first appearance (from the last token backwards with from_last)
+void stream::distinct(const chosen_experts & chosen, int32_t n_expert, bool from_last, int32_t at_most, std::vector<int32_t> & out) {
+    if (++seen_mark == 0) {
+        std::fill(seen.begin(), seen.end(), 0);
+        seen_mark = 1;
+    }
+    out.clear();
+    for (int64_t i = 0; i < chosen.n_tokens; ++i) {
+        const int64_t token = from_last ? chosen.n_tokens - 1 - i : i;
+        for (int64_t k = 0; k < chosen.n_used; ++k) {
+            const int32_t e = chosen.at(token, k);
+            assert(e >= 0 && e < n_expert);
+            if (seen[e] != seen_mark) {
+                if ((int32_t) out.size() == at_most) {
+                    return;
+                }
+                seen[e] = seen_mark;
+                out.push_back(e);
+            }
+        }
+    }
+    (void) n_expert;
+}
+
+// wait for the fills of the layer's slots and take them into the pool; a failed one leaves zeros and an empty slot
+void stream::settle_slots(layer_state & l) {
+    l.group.wait();
+    const std::vector<int32_t> & failed = l.group.failed_tags();
+    for (const placement & p : l.pending) {
+        if (!failed.empty() && std::find(failed.begin(), failed.end(), p.slot) != failed.end()) {
+            for (const expert_part & part : l.desc.parts) {
+                memset(part.slots + p.slot * part.expert_bytes, 0, part.expert_bytes);
+            }
+            l.pool.fail(p.slot);
+        } else {
+            l.pool.commit(p.slot);
+        }
+    }
+    l.pending.clear();
+    if (!failed.empty()) {
+        note_error(l.group.error(), failed.size());
+        l.group.clear();
+    }
+}
+
+void stream::settle_half(half & h) {
+    h.fill.wait();
+    const std::vector<int32_t> & failed = h.fill.failed_tags();
+    if (failed.empty()) {
+        return;
+    }
+    const layer_desc & d = layers[h.i_layer]->desc;
+    for (const int32_t e : failed) {
+        h.filled[e] = 0;
+        for (const expert_part & part : d.parts) {
+            uint8_t * base = opt.staging + (&h - halves) * opt.half_bytes;
+            memset(base + part.staging_offset + e * part.expert_bytes, 0, part.expert_bytes);
+        }
+    }
+    note_error(h.fill.error(), failed.size());
+    h.fill.clear();
+}
+
+void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out) {
+    layer_state & l = *layers[i_layer];
+    settle_slots(l);
+
+    distinct(chosen, l.desc.n_expert, false, l.desc.n_slot, scratch_experts);
+    l.pool.acquire(scratch_experts.data(), (int32_t) scratch_experts.size(), scratch_placed);
+
+    const uint64_t expert_bytes = l.desc.expert_bytes();
+    uint64_t n_miss = 0;
+    uint64_t n_evicted = 0;
+    scratch_transfers.clear();
+    for (const placement & p : scratch_placed) {
+        slot_by_expert[p.expert] = p.slot;
+        if (!p.miss) {
+            continue;
+        }
+        ++n_miss;
+        n_evicted += p.evicted;
+        l.pending.push_back(p);
+        for (const expert_part & part : l.desc.parts) {
+            uint8_t * dst = part.slots + p.slot * part.expert_bytes;
+            if (opt.poison) {
+                memset(dst, 0xff, part.expert_bytes);
+            }
+            scratch_transfers.push_back({ p.slot, part.file, part.offset + p.expert * part.expert_bytes, part.expert_bytes, dst, nullptr });
+        }
+    }
+    if (n_miss > 0) {
+        io->submit(l.group, scratch_transfers, urgency::demand);
+    }
+
+    for (int64_t t = 0; t < chosen.n_tokens; ++t) {
+        for (int64_t k = 0; k < chosen.n_used; ++k) {
+            *ids_out++ = slot_by_expert[chosen.at(t, k)];
+        }
+    }
+
+    const uint64_t n = scratch_placed.size();
+    l.stats->hits         += n - n_miss;
+    l.stats->misses       += n_miss;
+    l.stats->evictions    += n_evicted;
+    l.stats->bytes_needed += n * expert_bytes;
+    l.stats->bytes_read   += n_miss * expert_bytes;
+    if (i_layer == 0) {
+        stats_.tokens_decode += chosen.n_tokens;
+    }
+}
+
+// make the half ready to take experts of this layer; what it already holds of it stays
+void stream::claim_half(half & h, int32_t i_layer) {
+    if (h.i_layer == i_layer) {
+        return;
+    }
+    settle_half(h); // reads ahead that nobody came for
+    if (h.copying_out) {
+        settle_slots(*layers[h.i_layer]);
+        h.copying_out = false;
+    }
+    h.i_layer = i_layer;
+    h.filled.assign(layers[i_layer]->desc.n_expert, 0);
+    if (opt.poison) {
+        memset(opt.staging + (&h - halves) * opt.half_bytes, 0xff, opt.half_bytes);
+    }
+}
+
+void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & experts, urgency how) {
+    uint8_t * const base = opt.staging + (&h - halves) * opt.half_bytes;
+    const uint64_t expert_bytes = l.desc.expert_bytes();
+    uint64_t n_read   = 0;
+    uint64_t n_copied = 0;
+    scratch_transfers.clear();
+    for (const int32_t e : experts) {
+        if (h.filled[e]) {
+            continue;
+        }
+        h.filled[e] = 1;
+        const int32_t slot = l.pool.peek(e);
+        (slot < 0 ? n_read : n_copied) += 1;
+        for (const expert_part & part : l.desc.parts) {
+            uint8_t * dst = base + part.staging_offset + e * part.expert_bytes;
+            const uint8_t * src = slot < 0 ? nullptr : part.slots + slot * part.expert_bytes;
+            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, dst, src });
+        }
+    }
+    io->submit(h.fill, scratch_transfers, how);
+    l.stats->bytes_read   += n_read * expert_bytes;
+    l.stats->bytes_copied += n_copied * expert_bytes;
+}
+
+void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool read_next) {
+    layer_state & l = *layers[i_layer];
+    half & h = half_of(i_layer);
+    settle_slots(l);
+
+    distinct(chosen, l.desc.n_expert, true, l.desc.n_slot, l.last_experts);
+    distinct(chosen, l.desc.n_expert, false, l.desc.n_expert, scratch_experts);
+
+    claim_half(h, i_layer);
+    uint64_t n_hit = 0;
+    for (const int32_t e : scratch_experts) {
+        n_hit += l.pool.peek(e) >= 0;
+    }
+    fill_half(h, l, scratch_experts, urgency::demand);
+
+    const uint64_t n = scratch_experts.size();
+    l.stats->hits         += n_hit;
+    l.stats->misses       += n - n_hit;
+    l.stats->bytes_needed += n * l.desc.expert_bytes();
+    if (i_layer == 0) {
+        stats_.tokens_prefill += chosen.n_tokens;
+    }
+
+    if (read_next && i_layer + 1 < n_layers()) {
+        layer_state & next = *layers[i_layer + 1];
+        half & other = half_of(i_layer + 1);
+        settle_slots(next);
+        claim_half(other, i_layer + 1);
+        scratch_experts.resize(next.desc.n_expert);
+        for (int32_t e = 0; e < next.desc.n_expert; ++e) {
+            scratch_experts[e] = e;
+        }
+        fill_half(other, next, scratch_experts, urgency::background);
+    }
+
+    for (int64_t t = 0; t < chosen.n_tokens; ++t) {
+        for (int64_t k = 0; k < chosen.n_used; ++k) {
+            *ids_out++ = chosen.at(t, k);
+        }
+    }
+}
+
+void stream::wait(int32_t i_layer, bool staged, bool is_first_thread) {
+    layer_state & l = *layers[i_layer];
+    transfer_group & group = staged ? half_of(i_layer).fill : l.group;
+    if (group.idle()) {
+        return;
+    }
+    const uint64_t t_start = now_us();
+    group.wait();
+    if (is_first_thread) {
+        l.stats->stall_us += now_us() - t_start;
+    }
+}
+
+void stream::settle(int32_t i_layer, bool staged) {
+    layer_state & l = *layers[i_layer];
+    if (!staged) {
+        settle_slots(l);
+        return;
+    }
+    half & h = half_of(i_layer);
+    settle_half(h);
+    if (error.empty()) {
+        copy_to_slots(h, l);
+    }
+}
+
+// the experts of the last tokens into the slots, the newest used last, while the layer computes
+void stream::copy_to_slots(half & h, layer_state & l) {
+    const uint8_t * const base = opt.staging + (&h - halves) * opt.half_bytes;
+    std::reverse(l.last_experts.begin(), l.last_experts.end());
+    l.pool.acquire(l.last_experts.data(), (int32_t) l.last_experts.size(), scratch_placed);
+    scratch_transfers.clear();
+    uint64_t n_copied = 0;
+    for (const placement & p : scratch_placed) {
+        if (!p.miss) {
+            continue;
+        }
+        ++n_copied;
+        l.stats->evictions += p.evicted;
+        l.pending.push_back(p);
+        for (const expert_part & part : l.desc.parts) {
+            uint8_t * dst = part.slots + p.slot * part.expert_bytes;
+            if (opt.poison) {
+                memset(dst, 0xff, part.expert_bytes);
+            }
+            scratch_transfers.push_back({ p.slot, 0, 0, part.expert_bytes, dst, base + part.staging_offset + p.expert * part.expert_bytes });
+        }
+    }
+    io->submit(l.group, scratch_transfers, urgency::background);
+    h.copying_out = n_copied > 0;
+    l.stats->bytes_copied += n_copied * l.desc.expert_bytes();
+}
+
+} // namespace moe

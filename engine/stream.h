@@ -1,0 +1,163 @@
+#pragma once
+
+// The streaming engine of one loaded model: slots, staging and the transfers that fill them. No ggml in here; moe-hooks.cpp
+// connects it to the graph.
+//
+// A graph visits the MoE layers in order. For each it calls begin() once the router has chosen, and join() where the experts
+// are needed; between the two, the reads run while other nodes compute. A layer is served in one of two ways:
+//
+//   slots    the experts a batch may touch all fit into the layer's pool. begin() finds or evicts, starts the missing reads
+//            and hands out slot ids.
+//   staging  they may not. The layer's experts are gathered, under their real ids, in one of two full-width halves that all
+//            layers share in turn: from slots where they are there, else from the file. When join() is done, the experts of
+//            the last tokens are copied to the slots in the background, so that the next decode starts warm.
+//            When a batch is wide enough to touch nearly all experts, begin() of one layer also starts reading the whole next
+//            layer into the other half.
+//
+// Ownership of bytes (what makes it safe without copies):
+//   - slots of a layer change only between its begin() and join(), or by the copies that its last join() started;
+//   - begin() of a layer first waits for those copies, and so does whoever refills the half they come from;
+//   - a graph is computed by one thread team at a time (compute_begin() locks), so a slot is never evicted under a reader.
+//
+// A failed read is not an exception: the bytes are zeroed (so that what computes on goes through defined values), the error is
+// kept, and compute_end() reports it; the expert is not in the pool afterwards.
+
+#include "policy.h"
+#include "reader.h"
+#include "slot-pool.h"
+#include "stats.h"
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace moe {
+
+// one expert tensor (gate, up, down or gate_up) of a layer
+struct expert_part {
+    int32_t   file;           // index into the reader's files
+    uint64_t  offset;         // bytes, of expert 0 in the file
+    uint64_t  expert_bytes;   // of one expert; also the stride in file, slots and staging
+    uint8_t * slots;          // n_slot * expert_bytes
+    uint64_t  staging_offset; // bytes, of expert 0 in a staging half
+};
+
+struct layer_desc {
+    int32_t layer;    // the block number in the model
+    int32_t n_expert;
+    int32_t n_slot;   // <= n_expert
+    std::vector<expert_part> parts;
+
+    uint64_t expert_bytes() const {
+        uint64_t n = 0;
+        for (const expert_part & p : parts) {
+            n += p.expert_bytes;
+        }
+        return n;
+    }
+};
+
+// the experts chosen for a batch: n_used ids for each of n_tokens, strides in bytes
+struct chosen_experts {
+    const uint8_t * data;
+    int64_t  n_used;
+    int64_t  n_tokens;
+    uint64_t stride_used;
+    uint64_t stride_token;
+
+    int32_t at(int64_t token, int64_t k) const {
+        return *(const int32_t *) (data + token * stride_token + k * stride_used);
+    }
+};
+
+// whether the experts that a batch of this shape may touch all fit into the slots; the same for every graph of the shape
+inline bool fits_slots(int32_t n_expert, int32_t n_slot, int64_t n_used, int64_t n_tokens) {
+    return n_slot >= n_expert || n_used * n_tokens <= n_slot;
+}
+
+// whether it touches so many (with uniform routing 98%) that reading all of them ahead wastes little
+inline bool touches_nearly_all(int32_t n_expert, int64_t n_used, int64_t n_tokens) {
+    return n_used * n_tokens >= 4 * (int64_t) n_expert;
+}
+
+class stream {
+public:
+    struct options {
+        policy_kind policy  = policy_kind::lru;
+        bool        poison  = false;   // fill evicted slots and reused halves with 0xff (tests)
+        uint8_t   * staging = nullptr; // two halves, one behind the other; null when no layer needs them
+        uint64_t    half_bytes = 0;
+    };
+
+    stream(const options & opt, std::vector<layer_desc> layers, std::unique_ptr<reader> io);
+    ~stream();
+
+    int32_t n_layers() const { return (int32_t) layers.size(); }
+
+    // around the computation of a graph; end() waits for what is unfinished and returns the first error, or ""
+    void        compute_begin();
+    std::string compute_end(bool complete);
+
+    // ids_out: n_used * n_tokens ids for the expert matmuls, packed. read_next: also read all of the next layer (staging).
+    void begin_slots  (int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out);
+    void begin_staging(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool read_next);
+
+    // every compute thread calls wait(); the first of them then calls settle(), once, before the next begin
+    void wait  (int32_t i_layer, bool staged, bool is_first_thread);
+    void settle(int32_t i_layer, bool staged);
+
+    const stream_stats & stats() const { return stats_; }
+    uint64_t bounce_bytes() const { return io ? io->bounce_bytes() : 0; }
+
+private:
+    struct half {
+        int32_t              i_layer = -1;      // whose experts it holds
+        std::vector<uint8_t> filled;            // [n_expert] 1: there, or on its way in fill
+        transfer_group       fill;
+        bool                 copying_out = false; // the layer's slot group reads from it
+    };
+
+    struct layer_state {
+        layer_desc             desc;
+        slot_pool              pool;
+        transfer_group         group;     // fills of slots
+        std::vector<placement> pending;   // misses whose bytes are on the way in group
+        std::vector<int32_t>   last_experts;         // of the last tokens, newest first, at most n_slot
+        layer_stats          * stats = nullptr;
+
+        layer_state(const layer_desc & d, policy_kind kind) : desc(d), pool(d.n_slot, d.n_expert, kind) {}
+    };
+
+    void distinct(const chosen_experts & chosen, int32_t n_expert, bool from_last, int32_t at_most, std::vector<int32_t> & out);
+    void settle_slots(layer_state & l);
+    void settle_half(half & h);
+    void claim_half(half & h, int32_t i_layer);
+    void fill_half(half & h, layer_state & l, const std::vector<int32_t> & experts, urgency how);
+    void copy_to_slots(half & h, layer_state & l);
+    void note_error(const std::string & error, size_t n_failed);
+
+    half & half_of(int32_t i_layer) { return halves[i_layer % 2]; }
+
+    const options opt;
+    std::vector<std::unique_ptr<layer_state>> layers;
+    half          halves[2];
+    stream_stats  stats_;
+
+    std::mutex  compute; // held from compute_begin() to compute_end()
+    std::string error;   // of the running graph; guarded by compute
+
+    // scratch of the computing thread
+    std::vector<int32_t>   scratch_experts;
+    std::vector<uint32_t>  seen;      // [max n_expert] == seen_mark: already listed
+    uint32_t               seen_mark = 0;
+    std::vector<placement> scratch_placed;
+    std::vector<int32_t>   slot_by_expert; // [max n_expert]
+    std::vector<transfer>  scratch_transfers;
+
+    // last, so that its workers end before what they write to
+    std::unique_ptr<reader> io;
+};
+
+} // namespace moe

@@ -1,0 +1,237 @@
+// Proves, for one model, that streamed logits are the bits of unstreamed ones.
+//
+// Every logit of every token is compared with memcmp, for each ubatch size T and number of slots asked for. The reference (the same
+// program, threads and ubatch, streaming off) is first shown equal to itself. Where slots are scarce, the run must have evicted,
+// and reads must have gone through the path that T asks for; else the comparison proves nothing and the run fails.
+//
+//   moe-identity -m model.gguf [--slots used,used+1,all] [--ubatch 1,2,9] [--tokens 48] [--threads 2] [--seed 1]
+//                [moe flags: --moe-io direct …]
+//
+// One line per comparison; exit code 0 only if all are equal.
+
+#include "llama.h"
+#include "moe-api.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace {
+
+struct options {
+    std::string model;
+    std::vector<std::string> slots   = { "used", "used+1", "all" };
+    std::vector<int>         ubatch  = { 1, 2, 9 };
+    int         n_tokens  = 48;
+    int         n_threads = 2;
+    uint32_t    seed      = 1;
+    std::vector<llama_model_kv_override> moe;
+};
+
+struct model_free   { void operator()(llama_model   * m) const { llama_model_free(m); } };
+struct context_free { void operator()(llama_context * c) const { llama_free(c); } };
+using model_ptr   = std::unique_ptr<llama_model, model_free>;
+using context_ptr = std::unique_ptr<llama_context, context_free>;
+
+std::vector<std::string> split(const std::string & s) {
+    std::vector<std::string> out;
+    for (size_t pos = 0; pos <= s.size(); ) {
+        const size_t end = std::min(s.find(',', pos), s.size());
+        out.push_back(s.substr(pos, end - pos));
+        pos = end + 1;
+    }
+    return out;
+}
+
+options parse(int argc, char ** argv) {
+    options o;
+    for (int i = 1; i < argc; ++i) {
+        const std::string arg = argv[i];
+        if (moe_parse_flag(argc, argv, i, o.moe)) {
+            continue;
+        }
+        if (i + 1 >= argc) {
+            throw std::invalid_argument("argument '" + arg + "' is unknown or needs a value");
+        }
+        const std::string value = argv[++i];
+        if      (arg == "-m")        { o.model = value; }
+        else if (arg == "--slots")   { o.slots = split(value); }
+        else if (arg == "--ubatch")  { o.ubatch.clear(); for (const auto & t : split(value)) { o.ubatch.push_back(std::stoi(t)); } }
+        else if (arg == "--tokens")  { o.n_tokens = std::stoi(value); }
+        else if (arg == "--threads") { o.n_threads = std::stoi(value); }
+        else if (arg == "--seed")    { o.seed = std::stoul(value); }
+        else { throw std::invalid_argument("unknown argument '" + arg + "'"); }
+    }
+    if (o.model.empty()) {
+        throw std::invalid_argument("no model given (-m)");
+    }
+    return o;
+}
+
+// an integer field of the stats JSON; the first occurrence behind `after`
+uint64_t field(const std::string & json, const std::string & key, const std::string & after = "") {
+    const size_t start = after.empty() ? 0 : json.find("\"" + after + "\"");
+    const size_t pos   = start == std::string::npos ? start : json.find("\"" + key + "\":", start);
+    if (pos == std::string::npos) {
+        throw std::runtime_error("no field '" + key + "' in " + json.substr(0, 200));
+    }
+    return std::stoull(json.substr(pos + key.size() + 3));
+}
+
+model_ptr load(const options & o, const std::string & slots) {
+    std::vector<llama_model_kv_override> overrides = o.moe;
+    if (!slots.empty()) {
+        moe_flags()[0].apply(overrides, slots);
+    }
+    llama_model_params params = llama_model_default_params();
+    params.use_extra_bufts = false; // plain kernels on both sides
+    params.n_gpu_layers    = 0;
+    params.kv_overrides    = moe_overrides_data(overrides);
+    model_ptr model(llama_model_load_from_file(o.model.c_str(), params));
+    if (!model) {
+        throw std::runtime_error("cannot load '" + o.model + "' with slots '" + slots + "'");
+    }
+    return model;
+}
+
+// logits of all tokens: [n_tokens][n_vocab]
+std::vector<float> run(const options & o, llama_model * model, const std::vector<llama_token> & tokens, int n_ubatch) {
+    llama_context_params params = llama_context_default_params();
+    params.n_ctx           = tokens.size() + 64;
+    params.n_batch         = tokens.size();
+    params.n_ubatch        = n_ubatch;
+    params.n_threads       = o.n_threads;
+    params.n_threads_batch = o.n_threads;
+    context_ptr ctx(llama_init_from_model(model, params));
+    if (!ctx) {
+        throw std::runtime_error("cannot create a context");
+    }
+    llama_batch batch = llama_batch_init(tokens.size(), 0, 1);
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        batch.token[i]     = tokens[i];
+        batch.pos[i]       = i;
+        batch.n_seq_id[i]  = 1;
+        batch.seq_id[i][0] = 0;
+        batch.logits[i]    = 1;
+    }
+    batch.n_tokens = tokens.size();
+    const int status = llama_decode(ctx.get(), batch);
+    llama_batch_free(batch);
+    if (status != 0) {
+        throw std::runtime_error("decode failed with status " + std::to_string(status));
+    }
+    const size_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    std::vector<float> logits(tokens.size() * n_vocab);
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        memcpy(logits.data() + i * n_vocab, llama_get_logits_ith(ctx.get(), i), n_vocab * sizeof(float));
+    }
+    return logits;
+}
+
+bool same(const std::vector<float> & a, const std::vector<float> & b) {
+    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+size_t first_difference(const std::vector<float> & a, const std::vector<float> & b) {
+    for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+        if (memcmp(&a[i], &b[i], sizeof(float)) != 0) {
+            return i;
+        }
+    }
+    return std::min(a.size(), b.size());
+}
+
+// the same value everywhere would be equal in any engine
+bool is_informative(const std::vector<float> & logits) {
+    return std::all_of(logits.begin(), logits.end(), [](float x) { return x == x; }) &&
+        std::any_of(logits.begin(), logits.end(), [&](float x) { return x != logits[0]; });
+}
+
+int test(const options & o) {
+    const model_ptr reference = load(o, "");
+    const llama_vocab * vocab = llama_model_get_vocab(reference.get());
+    const size_t n_vocab = llama_vocab_n_tokens(vocab);
+
+    std::mt19937 rng(o.seed);
+    std::vector<llama_token> tokens(o.n_tokens);
+    for (auto & t : tokens) {
+        t = rng() % n_vocab;
+    }
+
+    std::vector<std::vector<float>> expected;
+    for (const int t : o.ubatch) {
+        expected.push_back(run(o, reference.get(), tokens, t));
+        if (!is_informative(expected.back())) {
+            printf("FAIL T=%d: the reference's logits are constant or not numbers\n", t);
+            return 1;
+        }
+        if (!same(expected.back(), run(o, reference.get(), tokens, t))) {
+            printf("FAIL T=%d: the reference does not equal itself\n", t);
+            return 1;
+        }
+    }
+
+    int n_failed = 0;
+    for (const std::string & slots : o.slots) {
+        std::string asked = slots;
+        if (slots.rfind("used", 0) == 0) {
+            const model_ptr probe = load(o, "all");
+            const context_ptr ctx(llama_init_from_model(probe.get(), llama_context_default_params()));
+            const uint64_t n_used = field(moe_model_stats_json(probe.get()), "n_expert_used");
+            asked = std::to_string(n_used + (slots == "used" ? 0 : std::stoi(slots.substr(5))));
+        }
+        for (size_t i = 0; i < o.ubatch.size(); ++i) {
+            const int t = o.ubatch[i];
+            const model_ptr model = load(o, asked); // afresh: slots start empty
+            const auto actual = run(o, model.get(), tokens, t);
+            const std::string stats = moe_model_stats_json(model.get());
+
+            const uint64_t n_slot      = field(stats, "slots");
+            const uint64_t n_expert    = field(stats, "n_expert");
+            const uint64_t n_evictions = field(stats, "evictions", "totals");
+            const uint64_t n_miss      = field(stats, "misses", "totals");
+            const uint64_t n_decode    = field(stats, "tokens_decode", "totals");
+            const uint64_t n_prefill   = field(stats, "tokens_prefill", "totals");
+
+            std::string verdict = "ok";
+            if (!same(expected[i], actual)) {
+                const size_t d = first_difference(expected[i], actual);
+                verdict = "FAIL: token " + std::to_string(d / n_vocab) + ", logit " + std::to_string(d % n_vocab) + " differs";
+            } else if (n_miss == 0 || n_decode + n_prefill == 0) {
+                verdict = "FAIL: nothing was streamed";
+            } else if (n_slot < n_expert && n_evictions == 0) {
+                verdict = "FAIL: nothing was evicted";
+            }
+            n_failed += verdict != "ok";
+            printf("%s T=%d slots=%llu/%llu evictions=%llu misses=%llu hits=%llu via_slots=%llu via_staging=%llu\n", verdict.c_str(), t,
+                    (unsigned long long) n_slot, (unsigned long long) n_expert, (unsigned long long) n_evictions,
+                    (unsigned long long) n_miss, (unsigned long long) field(stats, "hits", "totals"),
+                    (unsigned long long) n_decode, (unsigned long long) n_prefill);
+            fflush(stdout);
+        }
+    }
+    return n_failed == 0 ? 0 : 1;
+}
+
+} // namespace
+
+int main(int argc, char ** argv) {
+    try {
+        const options o = parse(argc, argv);
+        llama_log_set([](ggml_log_level level, const char * text, void *) {
+            if (level >= GGML_LOG_LEVEL_ERROR && level != GGML_LOG_LEVEL_CONT) {
+                fputs(text, stderr);
+            }
+        }, nullptr);
+        llama_backend_init();
+        return test(o);
+    } catch (const std::exception & e) {
+        fprintf(stderr, "error: %s\n", e.what());
+        return 2;
+    }
+}
