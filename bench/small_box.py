@@ -41,10 +41,8 @@ from moestream.result import Result, emit
 from moestream.upstream import engines
 
 STATS_SCHEMA = "moestream/stats/1"
-IDENTITY_PROMPT = (
-    "The lighthouse keeper counted the ships twice, wrote 41 in the book, and went down to the harbour to ask "
-    "whether anyone had seen the other one. Nobody had; the sea was flat, grey, and perfectly empty."
-)
+# Short: a byte-level vocabulary makes a token of each character, and a model that does not fit is slow.
+IDENTITY_PROMPT = "The lighthouse keeper counted the ships twice, wrote 41 in the book, and went down to the harbour."
 N_LAP = 2  # the first one warms up
 
 
