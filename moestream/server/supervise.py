@@ -173,7 +173,10 @@ def stop_on_signals(action: Callable[[], None]) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
-    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks for it to be ignored
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield came
     finally:

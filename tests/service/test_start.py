@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -82,13 +84,24 @@ def test_kill_9_leaves_no_orphan(home: Home, guard: str, fake: str) -> None:
     process.kill()
     process.wait()
     all_gone(home)
-    assert not running(server)
+    until(lambda: not running(server), "the guard, where there is one, gone too")
 
 
-def supervised(home: Home, guard: str, fake: str = "") -> subprocess.Popen[str]:
+def test_nohup_is_respected(home: Home) -> None:
+    process = supervised(home, "pdeathsig", hangup="SIG_IGN")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGCONT)  # delivered after it
+    assert json.loads(home.run("status", "--json").stdout)["servers"][0]["state"] == "ready"
+    process.terminate()
+    assert process.wait(20) == 0
+    all_gone(home)
+
+
+def supervised(home: Home, guard: str, fake: str = "", hangup: str = "SIG_DFL") -> subprocess.Popen[str]:
     """A foreground start with a given guard: the one for systems without PR_SET_PDEATHSIG is tried here too."""
     code = f"""
-import dataclasses, pathlib
+import dataclasses, pathlib, signal
+signal.signal(signal.SIGHUP, signal.{hangup})  # the tests may run under nohup themselves
 from moestream.commands.start import make_plan, serve
 from moestream.server.arguments import ServerSettings
 plan = make_plan(ServerSettings(model=pathlib.Path({str(DEMO)!r}), slots="8", port={home.port}))
@@ -109,10 +122,15 @@ for result in serve(dataclasses.replace(plan, guard={guard!r}, stop_grace_s=1.0)
 
 def test_closing_the_terminal_leaves_no_orphan(home: Home) -> None:
     controller, terminal = pty.openpty()
+
+    def in_child() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     process = subprocess.Popen(
         [sys.executable, "-m", "moestream.cli", *home.start_arguments()],
         env=home.environment(), stdin=terminal, stdout=terminal, stderr=terminal,
-        start_new_session=True, preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        start_new_session=True, preexec_fn=in_child,
     )  # fmt: skip
     home.started.append(process)  # type: ignore[arg-type]
     os.close(terminal)

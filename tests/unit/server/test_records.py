@@ -117,6 +117,14 @@ def test_remove_stale_leaves_what_runs(store: RecordStore) -> None:
 
 def test_one_of_many_claims_wins(store: RecordStore, sleeper: subprocess.Popen[bytes]) -> None:
     """All find the same stale record; one replaces it."""
+
+    class Slow(RecordStore):
+        def read(self, port: int) -> ServerRecord | BrokenRecord | None:
+            found = super().read(port)
+            time.sleep(0.05)  # time for the others to find the same
+            return found
+
+    store = Slow(store.folder)
     store.claim(record(GONE))
     alive = ProcessMark.of(sleeper.pid)
     won: list[int] = []
