@@ -255,6 +255,9 @@ static void refuse_combinations(const moe_stream & moe, const llama_model_loader
         throw std::runtime_error(format("--moe-slots cannot be combined with --load-mode %s; hint: use --load-mode none, mmap or dio",
                 llama_load_mode_name(params.load_mode)));
     }
+    if (params.check_tensors) {
+        throw std::runtime_error("--moe-slots cannot be combined with --check-tensors, which would read all experts; hint: leave out one of them");
+    }
     for (const llama_device & d : devices) {
         const ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(d.dev);
         if (reg && strcmp(ggml_backend_reg_name(reg), "RPC") == 0) {
@@ -343,6 +346,9 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         }
         moe.n_slot = (int32_t) std::min(moe.slots_wanted, n_expert_max);
         return;
+    }
+    if (moe.slots_wanted == MOE_SLOTS_AUTO && moe.memory.available_bytes == 0) {
+        throw std::runtime_error("--moe-slots auto: this system does not say how much memory is available; hint: --moe-slots N");
     }
     if (moe.slots_wanted != MOE_SLOTS_AUTO) {
         throw std::runtime_error(format("setting 'moestream.slots' is %lld: expected a number of slots, %d (auto) or %d (all)",
