@@ -134,12 +134,17 @@ def build(
     )  # fmt: skip
     name = engines.engine_id(wanted.source, wanted.sources_sha256, backend, wanted.cpu, wanted.extra_cmake_args)
     wanted = replace(wanted, id=name, path=paths.engines_dir() / name)
-    present = engines.read_engine(wanted.path)
-    if present and not clean and _covers(present, wanted, web_ui):
-        return BuildResult(present, built=False)
 
+    def there() -> Engine | None:
+        present = engines.read_engine(wanted.path)
+        return present if present and not clean and _covers(present, wanted, web_ui) else None
+
+    if present := there():
+        return BuildResult(present, built=False)
     workspace = paths.workspace_dir()
     with _one_build_at_a_time(workspace / "build", reporter):
+        if present := there():  # built by the run that held the lock
+            return BuildResult(present, built=False)
         tools = find_tools(backend)
         variant = hashlib.sha256("\0".join(cmake_args).encode()).hexdigest()[:6] if cmake_args else ""
         build_tree = workspace / "build" / "-".join(filter(None, (backend, variant)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 
 import pytest
 
@@ -196,6 +197,29 @@ def test_a_program_that_was_deleted_is_built_again(machine, archive):
     (engine.bin_dir / "llama-cli").unlink()
     assert build(source=archive).built
     assert (engine.bin_dir / "llama-cli").is_file()
+
+
+def test_a_second_build_waits_and_takes_what_the_first_one_built(machine, archive):
+    waiting = threading.Event()
+
+    class Second(Recorder):
+        def note(self, text):
+            super().note(text)
+            waiting.set()
+
+    results, second = [], Second()
+    other = threading.Thread(target=lambda: results.append(build(source=archive, reporter=second)))
+
+    class First(Recorder):
+        def step(self, text):
+            if text.startswith("compiling"):
+                other.start()
+                assert waiting.wait(30)
+
+    first = build(source=archive, reporter=First())
+    other.join(30)
+    assert "another build is running here; waiting for it" in second.notes
+    assert [(result.built, result.engine) for result in results] == [(False, first.engine)]
 
 
 # ------------------------------------------------------------------ errors
