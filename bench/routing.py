@@ -42,7 +42,7 @@ class Curve:
     """LRU hit rates by slots per layer.
 
     Attributes:
-        slots, hits: hit rate in [0, 1] at each number of slots, mean over layers.
+        slots, hits: hit rate in [0, 1] at each number of slots, mean over layers; None where a step's experts do not fit.
         hits_min, hits_max: of any layer.
         n_expert, n_used: of the model.
         n_tokens: tokens counted, after the warm-up.
@@ -52,9 +52,9 @@ class Curve:
     """
 
     slots: tuple[int, ...]
-    hits: tuple[float, ...]
-    hits_min: tuple[float, ...]
-    hits_max: tuple[float, ...]
+    hits: tuple[float | None, ...]
+    hits_min: tuple[float | None, ...]
+    hits_max: tuple[float | None, ...]
     n_expert: int
     n_used: int
     n_tokens: int
@@ -65,7 +65,7 @@ class Curve:
     def text(self) -> str:
         head = "slots     " + "".join(f"{s:>8}" for s in self.slots)
         rows = [("LRU hits", self.hits), ("  lowest", self.hits_min), (" highest", self.hits_max)]
-        body = [f"{name:<10}" + "".join(f"{h:>8.1%}" for h in values) for name, values in rows]
+        body = [f"{name:<10}" + "".join(f"{'-':>8}" if h is None else f"{h:>8.1%}" for h in values) for name, values in rows]
         note = (
             f"of {self.n_expert} experts, {self.n_used} used; {self.n_tokens} tokens, {self.n_parallel} in parallel; "
             f"distinct {self.distinct:.0f}, overlap with the token before {self.overlap:.0%}"
@@ -124,9 +124,9 @@ def curve(ids: np.ndarray, n_expert: int, slots: tuple[int, ...] = SLOTS, n_warm
         overlap.append(np.mean(shared))
     return Curve(
         slots=tuple(slots),
-        hits=tuple(rates.mean(0).tolist()),
-        hits_min=tuple(rates.min(0).tolist()),
-        hits_max=tuple(rates.max(0).tolist()),
+        hits=_known(rates.mean(0)),
+        hits_min=_known(rates.min(0)),
+        hits_max=_known(rates.max(0)),
         n_expert=n_expert,
         n_used=n_used,
         n_tokens=n_step - n_warm_up,
@@ -134,6 +134,11 @@ def curve(ids: np.ndarray, n_expert: int, slots: tuple[int, ...] = SLOTS, n_warm
         distinct=float(np.mean(distinct)),
         overlap=float(np.mean(overlap)),
     )
+
+
+def _known(rates: np.ndarray) -> tuple[float | None, ...]:
+    """NaN as None: JSON has no NaN. A layer in which the slots were too few makes the mean unknown."""
+    return tuple(None if np.isnan(r) else float(r) for r in rates)
 
 
 def read_dump(path: Path) -> np.ndarray:

@@ -43,6 +43,13 @@ def test_all_slots_hit_everything_and_the_curve_rises():
     assert c.distinct == 16 and c.n_tokens == 200 - routing.N_WARM_UP
 
 
+def test_too_few_slots_for_parallel_sequences_are_unknown():
+    ids = np.array([[[[0, 1], [2, 3]]]] * 100)
+    c = routing.curve(ids, 4, slots=(2, 4))
+    assert c.hits == (None, 1.0) and c.hits_min == (None, 1.0)
+    assert c.text().splitlines()[1].split() == ["LRU", "hits", "-", "100.0%"]
+
+
 def test_collapsed_routing_shows():
     c = routing.curve(np.tile(np.array([[[1, 2]]]), (100, 2, 1, 1)), 16, slots=(2, 8))
     assert c.distinct == 2 and c.overlap == 1.0 and c.hits == (1.0, 1.0)
