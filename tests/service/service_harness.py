@@ -59,22 +59,26 @@ class Home:
         self.started: list[subprocess.Popen[str]] = []
 
     def _install(self) -> Path:
-        version, sources, cpu = load_pin().version, engines.sources_hash(), engines.cpu_kind()
-        name = engines.engine_id(version, sources, "cpu", cpu)
-        folder = self.folder / "data" / "engines" / name
-        (folder / "bin").mkdir(parents=True)
-        program = folder / "bin" / "llama-server"
+        program = self.folder / "data" / "engines" / "fake" / "bin" / "llama-server"
+        program.parent.mkdir(parents=True)
         program.write_text(f"#!{sys.executable} -IS\n{FAKE.read_text()}")
         program.chmod(0o755)
-        engine = engines.Engine(
-            id=name, path=folder, source=version, sources_sha256=sources, backend="cpu", cpu=cpu, built_at="",
-            targets=("llama-server",), tools=("llama-server",), cmake_args=(), extra_cmake_args=(), web_ui=False,
-            test_series_sha256="",
-        )  # fmt: skip
-        engines.write_description(engine, folder)
         return program
 
+    def _describe(self) -> None:
+        """Make the engine match the checkout; before each command, as someone may work in it meanwhile."""
+        if not self.server.exists():
+            return
+        folder = self.server.parents[1]
+        engine = engines.Engine(
+            id=folder.name, path=folder, source=load_pin().version, sources_sha256=engines.sources_hash(),
+            backend="cpu", cpu=engines.cpu_kind(), built_at="", targets=("llama-server",), tools=("llama-server",),
+            cmake_args=(), extra_cmake_args=(), web_ui=False, test_series_sha256="",
+        )  # fmt: skip
+        engines.write_description(engine, folder)
+
     def environment(self, fake: str = "") -> dict[str, str]:
+        self._describe()
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("LLAMA_", "MOESTREAM_"))}
         return {**kept, "MOESTREAM_HOME": str(self.folder), "FAKE_LLAMA": fake, "PYTHONPATH": str(ROOT)}
 
