@@ -597,7 +597,7 @@ def measure(a: argparse.Namespace) -> Result:
         table(rows),
         "",
         *(f"{name}: {value:.2f}x {stock.name}" for name, value in speedups.items()),
-        "",
+        *([""] if speedups else []),
         curve.text() if curve else f"hit rate by slots: not measured; run bench/routing.py {a.model}",
     ]
     data = {
