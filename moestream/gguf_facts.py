@@ -305,7 +305,8 @@ class _Cursor:
             part = os.pread(self.fd, max(self.CHUNK, n - have), start + have)
             if not part:
                 raise MoestreamError(
-                    f"{self.path} became shorter while it was read, at byte {start + have}", hint="try again once it is complete"
+                    f"{self.path} became shorter while it was read, at byte {start + have}",
+                    hint="try again once it is complete",
                 )
             parts.append(part)
             have += len(part)
