@@ -46,8 +46,6 @@ PRODUCT_TARGETS = (
 )
 # Upstream's test that makes a tiny model of every architecture.
 UPSTREAM_TEST_TARGETS = ("test-llama-archs",)
-# Ours, in tests/identity; engine/moestream.cmake joins that folder where it exists, which is in a checkout.
-IDENTITY_TARGETS = ("moe-identity",)
 
 _BACKEND_OPTION = {"cuda": "GGML_CUDA", "vulkan": "GGML_VULKAN", "metal": "GGML_METAL", "hip": "GGML_HIP"}
 _BUILD_ESTIMATE_BYTES = {"cpu": 500 * MIB, "vulkan": 900 * MIB, "metal": 600 * MIB, "cuda": 3000 * MIB, "hip": 3000 * MIB}
@@ -187,8 +185,10 @@ def _identity_sources() -> list[Path]:
 
 
 def test_targets() -> tuple[str, ...]:
-    """The test programs that can be built here."""
-    return UPSTREAM_TEST_TARGETS + (IDENTITY_TARGETS if _identity_sources() else ())
+    """The test programs that can be built here: upstream's, and in a checkout those of ``tests/identity``, which
+    ``engine/moestream.cmake`` joins where that folder exists."""
+    lists = [file.read_text(encoding="utf-8") for file in _identity_sources() if file.name == "CMakeLists.txt"]
+    return (*UPSTREAM_TEST_TARGETS, *re.findall(r"^add_executable\(([\w-]+)", "".join(lists), re.MULTILINE))
 
 
 def _test_sources_hash(test_patches: list[Path]) -> str:

@@ -165,6 +165,7 @@ def test_the_test_series_adds_programs_to_the_same_engine(machine, archive, ship
     assert build(source=archive, test_series=True).built
 
     (shipped / "tests/identity").mkdir(parents=True)
+    (shipped / "tests/identity/CMakeLists.txt").write_text("add_executable(moe-identity moe-identity.cpp)\n")
     (shipped / "tests/identity/moe-identity.cpp").write_text("// 1\n")
     assert "moe-identity" in build(source=archive, test_series=True).engine.tools
     assert not build(source=archive, test_series=True).built
