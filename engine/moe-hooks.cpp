@@ -758,7 +758,8 @@ static bool has_side_effect(const ggml_tensor * t) {
 }
 
 // Nodes behind the join that do not need its result, up to the node that brings both together: the shared or dense FFN of the
-// layer. They move in front of the join, in their order. Nothing moves unless that is what was found.
+// layer. They move in front of the join, in their order. Nothing moves unless that is what was found: what meets the experts
+// before any matmul (a scale per expert) belongs to them, and the search ends where state is written or the next layer begins.
 static void move_shared_ffn(ggml_tensor ** nodes, int i_join, int n_nodes) {
     std::unordered_set<const ggml_tensor *> dependent = { nodes[i_join] };
     std::unordered_set<const ggml_tensor *> independent;
@@ -766,24 +767,25 @@ static void move_shared_ffn(ggml_tensor ** nodes, int i_join, int n_nodes) {
     int  i_end = -1;
     for (int i = i_join + 1; i < n_nodes && i_end < 0; ++i) {
         const ggml_tensor * t = nodes[i];
+        if (has_side_effect(t)) {
+            return;
+        }
         bool needs_join = dependent.count(t->view_src) > 0;
         bool needs_independent = independent.count(t->view_src) > 0;
         for (const ggml_tensor * src : t->src) {
             needs_join        = needs_join        || dependent.count(src) > 0;
             needs_independent = needs_independent || independent.count(src) > 0;
         }
-        if (needs_join && needs_independent) {
+        if (needs_join && needs_independent && has_matmul) {
             i_end = i;
         } else if (needs_join) {
             dependent.insert(t);
-        } else if (has_side_effect(t)) {
-            return;
         } else {
             independent.insert(t);
             has_matmul = has_matmul || is_matmul(t);
         }
     }
-    if (i_end < 0 || !has_matmul) {
+    if (i_end < 0) {
         return;
     }
     std::stable_partition(nodes + i_join, nodes + i_end, [&](const ggml_tensor * t) { return independent.count(t) > 0; });
