@@ -48,7 +48,7 @@ PRODUCT_TARGETS = (
 UPSTREAM_TEST_TARGETS = ("test-llama-archs",)
 
 _BACKEND_OPTION = {"cuda": "GGML_CUDA", "vulkan": "GGML_VULKAN", "metal": "GGML_METAL", "hip": "GGML_HIP"}
-_BUILD_ESTIMATE_BYTES = {"cpu": 500 * MIB, "vulkan": 900 * MIB, "metal": 600 * MIB, "cuda": 3000 * MIB, "hip": 3000 * MIB}
+_BUILD_ESTIMATE_BYTES = {"cpu": 300 * MIB, "vulkan": 900 * MIB, "metal": 600 * MIB, "cuda": 3000 * MIB, "hip": 3000 * MIB}
 # What compiling one of upstream's larger files takes; more jobs than memory for them ends in the OOM killer.
 _JOB_MEMORY_BYTES = 1000 * MIB
 _SHOWN_LOG_LINES = 15

@@ -264,8 +264,8 @@ def test_a_disk_that_fills_up_while_compiling(machine, archive, monkeypatch):
 
 
 def test_too_little_space_is_said_before_compiling(machine, archive, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 0, 300 << 20))
-    with pytest.raises(MoestreamError, match=r"compiling needs about 500 MiB at .*, and 300 MiB are free"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 0, 250 << 20))
+    with pytest.raises(MoestreamError, match=r"compiling needs about 300 MiB at .*, and 250 MiB are free"):
         build(source=archive)
     assert machine() == []
 
