@@ -25,6 +25,7 @@
 #include <stdexcept>
 #include <unordered_set>
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -415,6 +416,11 @@ std::shared_ptr<moe_stream> moe_load_begin(
         ml.use_mmap = false;
     }
     moe->maps_dense = ml.use_mmap;
+#ifdef POSIX_FADV_RANDOM
+    for (const auto & file : ml.files) { // reading dense weights must not read ahead into the experts behind them
+        posix_fadvise(file->file_id(), 0, 0, POSIX_FADV_RANDOM);
+    }
+#endif
     return moe;
 }
 
@@ -473,11 +479,30 @@ void moe_load_mapped(moe_stream * moe, llama_model_loader & ml) {
     if (!moe || ml.mappings.empty()) {
         return;
     }
+    std::vector<std::map<uint64_t, uint64_t>> experts(ml.mappings.size()); // of each file: first byte -> byte behind the last
     for (const auto & [il, tensors] : moe->layers) {
         for (const file_tensor & t : tensors) {
-            ml.mappings.at(t.file)->unmap_fragment(t.offset, t.offset + t.expert_bytes * t.n_expert);
+            const uint64_t end = t.offset + t.expert_bytes * t.n_expert;
+            ml.mappings.at(t.file)->unmap_fragment(t.offset, end);
+            experts[t.file][t.offset] = end;
         }
     }
+#ifdef __linux__
+    // What is between them is asked for now and exactly: page faults would read ahead, up to megabytes of experts each.
+    const uint64_t page = sysconf(_SC_PAGESIZE);
+    for (size_t i = 0; i < ml.mappings.size(); ++i) {
+        uint64_t begin = 0;
+        madvise(ml.mappings[i]->addr(), ml.mappings[i]->size(), MADV_RANDOM); // skips what is not mapped any more
+        experts[i][ml.mappings[i]->size()] = ml.mappings[i]->size();
+        for (const auto & [first, end] : experts[i]) {
+            if (first > begin) {
+                const uint64_t from = begin / page * page;
+                madvise((char *) ml.mappings[i]->addr() + from, first - from, MADV_WILLNEED);
+            }
+            begin = end;
+        }
+    }
+#endif
 }
 
 // a tensor struct like the pool's, but full width, inside staging; parity picks the half
@@ -633,6 +658,9 @@ void moe_context_created(const llama_model & model, const llama_context * ctx) {
     std::lock_guard<std::mutex> lock(moe->report_mutex);
     moe::stream_report & r = moe->report;
     const bool first = r.memory.pool_bytes == 0;
+    if (first && r.io_mode == moe::io_mode_name(moe::io_mode::direct)) {
+        moe->stream->drop_cache(); // direct reads never look at what loading, or an earlier program, left there
+    }
     if (first) {
         for (const auto & [il, tensors] : moe->layers) {
             r.n_expert_used = std::max(r.n_expert_used, (int32_t) model.hparams.n_expert_used(il));

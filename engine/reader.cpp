@@ -69,6 +69,16 @@ public:
         return n < 0 ? -errno : n;
     }
 
+    void drop_cache(int32_t file, uint64_t offset, uint64_t size) override {
+#ifdef POSIX_FADV_DONTNEED
+        posix_fadvise(files[file].fd, (off_t) offset, (off_t) size, POSIX_FADV_DONTNEED);
+#else
+        (void) file;
+        (void) offset;
+        (void) size;
+#endif
+    }
+
     bool open_all(const std::vector<open_file> & given, bool want_direct, std::string & error) {
         direct = want_direct;
         for (const open_file & f : given) {

@@ -108,6 +108,9 @@ public:
     void wait  (int32_t i_layer, bool staged, bool is_first_thread);
     void settle(int32_t i_layer, bool staged);
 
+    // takes the experts out of the page cache, whoever read them
+    void drop_cache();
+
     const stream_stats & stats() const { return stats_; }
     uint64_t bounce_bytes() const { return io ? io->bounce_bytes() : 0; }
 
