@@ -676,18 +676,19 @@ void moe_context_created(const llama_model & model, const llama_context * ctx) {
     r.memory.kv_bytes      += kv;
     r.memory.compute_bytes += compute;
 
+    // warnings, because the tools show what the library logs from there on only
     const auto mib = [](uint64_t n) { return n / 1048576.0; };
     if (first) {
-        LLAMA_LOG_INFO("moestream: streaming %s: %zu MoE layers, %d of %d experts a layer in slots (--moe-slots %s), %d used per token\n",
+        LLAMA_LOG_WARN("moestream: streaming %s: %zu MoE layers, %d of %d experts a layer in slots (--moe-slots %s), %d used per token\n",
                 r.model.c_str(), moe->layers.size(), r.n_slot, r.n_expert, r.slots_requested.c_str(), r.n_expert_used);
-        LLAMA_LOG_INFO("moestream: reads: %s, %d threads (%s); policy %s; overlap %s; experts on the %s\n", r.io_mode.c_str(), r.io_threads,
+        LLAMA_LOG_WARN("moestream: reads: %s, %d threads (%s); policy %s; overlap %s; experts on the %s\n", r.io_mode.c_str(), r.io_threads,
                 r.io_reason.c_str(), r.policy.c_str(), r.overlap ? "on" : "off", r.placement.c_str());
-        LLAMA_LOG_INFO("moestream: kernels: experts %s, dense weights %s%s\n", r.kernels_expert.c_str(), r.kernels_dense.c_str(),
+        LLAMA_LOG_WARN("moestream: kernels: experts %s, dense weights %s%s\n", r.kernels_expert.c_str(), r.kernels_dense.c_str(),
                 r.kernels_dense == r.kernels_expert ? " (same bits as stock with --no-repack)" :
                 " (no stock setting has the same bits; --no-repack does)");
     }
     const moe::memory_report & m = r.memory;
-    LLAMA_LOG_INFO("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f + read buffers %.1f + KV %.1f + compute %.1f\n",
+    LLAMA_LOG_WARN("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f + read buffers %.1f + KV %.1f + compute %.1f\n",
             mib(m.total()), mib(m.dense_bytes), mib(m.pool_bytes), mib(m.staging_bytes), mib(m.bounce_bytes), mib(m.kv_bytes), mib(m.compute_bytes));
 
     if (first) {
