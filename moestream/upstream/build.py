@@ -164,6 +164,9 @@ def build(
             tests=test_series or any(target.startswith("test-") for target in targets),
             web_ui=_decide_web_ui(web_ui, reporter), extra=cmake_args,
         )  # fmt: skip
+        if web_ui is False:
+            # Upstream embeds a page that an earlier build left, asked for or not.
+            shutil.rmtree(build_tree / "tools" / "ui" / "dist", ignore_errors=True)
         compiler = _Compiler(workspace, build_tree, tools, reporter)
         compiler.configure(tree, arguments)
         compiler.compile(wanted.targets, jobs or _default_jobs())

@@ -364,3 +364,13 @@ def test_the_web_page_as_built(machine, archive, write_program):
     assert build(source=archive, clean=True, reporter=recorder).engine.web_ui
     assert recorder.notes == []
     assert without.engine.id == in_use().id
+
+
+def test_without_the_web_page_an_earlier_one_is_removed(machine, archive):
+    page = paths.workspace_dir() / "build/cpu/tools/ui/dist/index.html"
+    page.parent.mkdir(parents=True)
+    page.touch()
+    build(source=archive)
+    assert page.exists()
+    build(source=archive, clean=False, web_ui=False, targets=["llama-imatrix"])
+    assert not page.exists()
