@@ -34,7 +34,9 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
 }  # fmt: skip
 
-EXPERT_TENSOR = re.compile(r"blk\.(\d{1,9})\.ffn_(?:(gate|up|down|gate_up)_(exps)|(gate|up|down)_(chexps))\.weight")
+# The engine's opinion is expert_kinds in engine/moe-hooks.cpp; a test compares the two on every architecture. Like there,
+# grovemoe's chunk experts (chexps) stay resident.
+EXPERT_TENSOR = re.compile(r"blk\.(\d{1,9})\.ffn_(gate|up|down|gate_up)_exps\.weight")
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 MAX_EXPERTS = 100_000
@@ -56,10 +58,9 @@ class ExpertTensor:
     """One tensor that holds a weight matrix of every expert of a layer.
 
     Attributes:
-        name: ``blk.N.ffn_{gate,up,down,gate_up}_{exps,chexps}.weight``.
+        name: ``blk.N.ffn_{gate,up,down,gate_up}_exps.weight``.
         layer: N; MTP layers follow the ordinary ones (``layer >= facts.n_layer``).
         kind: ``gate``, ``up``, ``down`` or ``gate_up``.
-        group: ``exps``, or ``chexps`` for grovemoe's second MoE of a layer.
         type: ggml type name.
         shape: ggml order ``(n_in, n_out, n_expert)``.
         file_index: index into ``GgufFacts.files``.
@@ -70,7 +71,6 @@ class ExpertTensor:
     name: str
     layer: int
     kind: str
-    group: str
     type: str
     shape: tuple[int, int, int]
     file_index: int
@@ -563,15 +563,15 @@ def _expert(f: Path, file_index: int, t: _Tensor, arch: str, n_layer: int, n_exp
     if not match:
         return None
     layer = int(match[1])
-    kind, group = (match[2], match[3]) if match[2] else (match[4], match[5])
+    kind = match[2]
     shape = t.shape + (1,) * (3 - len(t.shape))
     if len(shape) != 3 or min(shape) < 1:
         raise _corrupt(f, f"expert tensor {t.name} has shape {t.shape}, three dimensions are expected")
     if shape[2] > MAX_EXPERTS:
         raise _corrupt(f, f"expert tensor {t.name} has an absurd number of experts: {shape[2]}")
     # grovemoe's chunk experts are fewer than expert_count: several experts share one.
-    if group == "exps" and shape[2] != n_expert:
+    if shape[2] != n_expert:
         raise _corrupt(f, f"expert tensor {t.name} has {shape[2]} experts, {arch}.expert_count says {n_expert}")
     if layer >= n_layer:
         raise _corrupt(f, f"expert tensor {t.name} belongs to layer {layer}, {arch}.block_count says {n_layer}")
-    return ExpertTensor(t.name, layer, kind, group, t.type, shape, file_index, t.offset, t.row_bytes * shape[1])
+    return ExpertTensor(t.name, layer, kind, t.type, shape, file_index, t.offset, t.row_bytes * shape[1])

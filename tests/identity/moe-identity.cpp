@@ -4,8 +4,10 @@
 // program, threads and ubatch, streaming off) is first shown equal to itself. Where slots are scarce, the run must have evicted,
 // and reads must have gone through the path that T asks for; else the comparison proves nothing and the run fails.
 //
-//   moe-identity -m model.gguf [--slots used,used+1,all] [--ubatch 1,2,9] [--tokens 48] [--threads 2] [--seed 1]
+//   moe-identity -m model.gguf [--slots used,used+1,all] [--ubatch 1,2,9] [--tokens 48] [--sequences 1] [--threads 2] [--seed 1]
 //                [moe flags: --moe-io direct …]
+//
+// Tokens are dealt to the sequences in turn, so that a batch of T has tokens of up to T sequences.
 //
 // One line per comparison; exit code 0 only if all are equal.
 
@@ -29,6 +31,7 @@ struct options {
     std::vector<int>         ubatch  = { 1, 2, 9 };
     int         n_tokens  = 48;
     int         n_threads = 2;
+    int         n_seq     = 1;
     uint32_t    seed      = 1;
     std::vector<llama_model_kv_override> moe;
 };
@@ -63,6 +66,7 @@ options parse(int argc, char ** argv) {
         else if (arg == "--slots")   { o.slots = split(value); }
         else if (arg == "--ubatch")  { o.ubatch.clear(); for (const auto & t : split(value)) { o.ubatch.push_back(std::stoi(t)); } }
         else if (arg == "--tokens")  { o.n_tokens = std::stoi(value); }
+        else if (arg == "--sequences") { o.n_seq = std::stoi(value); }
         else if (arg == "--threads") { o.n_threads = std::stoi(value); }
         else if (arg == "--seed")    { o.seed = std::stoul(value); }
         else { throw std::invalid_argument("unknown argument '" + arg + "'"); }
@@ -101,36 +105,53 @@ model_ptr load(const options & o, const std::string & slots) {
 
 // logits of all tokens: [n_tokens][n_vocab]
 std::vector<float> run(const options & o, llama_model * model, const std::vector<llama_token> & tokens, int n_ubatch) {
+    // where attention goes both ways a batch is one ubatch; each is then a text of its own
+    const size_t n_batch = llama_model_is_diffusion(model) ? (size_t) n_ubatch : tokens.size();
+
     llama_context_params params = llama_context_default_params();
     params.n_ctx           = tokens.size() + 64;
-    params.n_batch         = tokens.size();
+    params.n_batch         = n_batch;
     params.n_ubatch        = n_ubatch;
     params.n_threads       = o.n_threads;
     params.n_threads_batch = o.n_threads;
+    params.n_seq_max       = o.n_seq;
+    params.kv_unified      = true;
     context_ptr ctx(llama_init_from_model(model, params));
     if (!ctx) {
         throw std::runtime_error("cannot create a context");
     }
-    llama_batch batch = llama_batch_init(tokens.size(), 0, 1);
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        batch.token[i]     = tokens[i];
-        batch.pos[i]       = i;
-        batch.n_seq_id[i]  = 1;
-        batch.seq_id[i][0] = 0;
-        batch.logits[i]    = 1;
+    const size_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    std::vector<float> logits(tokens.size() * n_vocab);
+
+    llama_batch batch = llama_batch_init(n_batch, 0, 1);
+    int status = 0;
+    for (size_t first = 0; first < tokens.size() && status == 0; first += n_batch) {
+        batch.n_tokens = std::min(n_batch, tokens.size() - first);
+        for (int32_t i = 0; i < batch.n_tokens; ++i) {
+            batch.token[i]     = tokens[first + i];
+            batch.pos[i]       = i;
+            batch.n_seq_id[i]  = 1;
+            batch.seq_id[i][0] = 0;
+            batch.logits[i]    = 1;
+        }
+        status = llama_decode(ctx.get(), batch);
+        for (int32_t i = 0; i < batch.n_tokens && status == 0; ++i) {
+            memcpy(logits.data() + (first + i) * n_vocab, llama_get_logits_ith(ctx.get(), i), n_vocab * sizeof(float));
+        }
+        if (auto * memory = llama_get_memory(ctx.get()); memory && n_batch < tokens.size()) {
+            llama_memory_clear(memory, true);
+        }
     }
-    batch.n_tokens = tokens.size();
-    const int status = llama_decode(ctx.get(), batch);
     llama_batch_free(batch);
     if (status != 0) {
         throw std::runtime_error("decode failed with status " + std::to_string(status));
     }
-    const size_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
-    std::vector<float> logits(tokens.size() * n_vocab);
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        memcpy(logits.data() + i * n_vocab, llama_get_logits_ith(ctx.get(), i), n_vocab * sizeof(float));
-    }
     return logits;
+}
+
+// all slots of all layers; the engine reports it once there is a context
+uint64_t pool_bytes(const llama_model * model) {
+    return field(moe_model_stats_json(model), "pool_bytes");
 }
 
 bool same(const std::vector<float> & a, const std::vector<float> & b) {
@@ -208,8 +229,9 @@ int test(const options & o) {
                 verdict = "FAIL: nothing was evicted";
             }
             n_failed += verdict != "ok";
-            printf("%s T=%d slots=%llu/%llu evictions=%llu misses=%llu hits=%llu via_slots=%llu via_staging=%llu\n", verdict.c_str(), t,
-                    (unsigned long long) n_slot, (unsigned long long) n_expert, (unsigned long long) n_evictions,
+            printf("%s T=%d slots=%llu/%llu pool_bytes=%llu evictions=%llu misses=%llu hits=%llu via_slots=%llu via_staging=%llu\n", verdict.c_str(), t,
+                    (unsigned long long) n_slot, (unsigned long long) n_expert,
+                    (unsigned long long) pool_bytes(model.get()), (unsigned long long) n_evictions,
                     (unsigned long long) n_miss, (unsigned long long) field(stats, "hits", "totals"),
                     (unsigned long long) n_decode, (unsigned long long) n_prefill);
             fflush(stdout);

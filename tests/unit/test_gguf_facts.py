@@ -155,13 +155,13 @@ def test_block_sizes_agree_with_the_gguf_package():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("blk.0.ffn_gate_exps.weight", ("gate", "exps")),
-        ("blk.0.ffn_up_exps.weight", ("up", "exps")),
-        ("blk.0.ffn_down_exps.weight", ("down", "exps")),
-        ("blk.0.ffn_gate_up_exps.weight", ("gate_up", "exps")),
-        ("blk.0.ffn_gate_chexps.weight", ("gate", "chexps")),
-        ("blk.0.ffn_up_chexps.weight", ("up", "chexps")),
-        ("blk.0.ffn_down_chexps.weight", ("down", "chexps")),
+        ("blk.0.ffn_gate_exps.weight", "gate"),
+        ("blk.0.ffn_up_exps.weight", "up"),
+        ("blk.0.ffn_down_exps.weight", "down"),
+        ("blk.0.ffn_gate_up_exps.weight", "gate_up"),
+        ("blk.0.ffn_gate_chexps.weight", None),
+        ("blk.0.ffn_up_chexps.weight", None),
+        ("blk.0.ffn_down_chexps.weight", None),
         ("blk.0.ffn_gate_exps.bias", None),
         ("blk.0.ffn_down_exps.scale", None),
         ("blk.0.ffn_gate_exps.lora_a", None),
@@ -175,18 +175,18 @@ def test_block_sizes_agree_with_the_gguf_package():
 )
 def test_what_an_expert_tensor_is(tmp_path, name, expected):
     f = gguf_facts.read(write_tiny(tmp_path / "m.gguf", tensors={name: np.zeros((4, 32, 64), np.float32)}))
-    assert [(t.kind, t.group) for t in f.expert_tensors] == ([expected] if expected else [])
+    assert [t.kind for t in f.expert_tensors] == ([expected] if expected else [])
 
 
-def test_chunk_experts_may_be_fewer(tmp_path):
-    """grovemoe: several experts share one chunk expert."""
+def test_chunk_experts_are_dense(tmp_path):
+    """grovemoe: several experts share one chunk expert, and the engine keeps those resident."""
     tensors = {
         "blk.0.ffn_up_exps.weight": np.zeros((4, 32, 64), np.float32),
         "blk.0.ffn_up_chexps.weight": np.zeros((2, 16, 64), np.float32),
     }
     f = gguf_facts.read(write_tiny(tmp_path / "m.gguf", arch="grovemoe", tensors=tensors))
-    assert {t.group: t.n_expert for t in f.expert_tensors} == {"exps": 4, "chexps": 2}
-    assert f.bytes_per_slot(0) == (32 + 16) * 64 * 4
+    assert [t.name for t in f.expert_tensors] == ["blk.0.ffn_up_exps.weight"]
+    assert f.bytes_per_slot(0) == 32 * 64 * 4
 
 
 def test_mtp_layers_are_counted_apart(tmp_path):
