@@ -129,9 +129,9 @@ std::vector<float> run(const options & o, llama_model * model, const std::vector
         batch.n_tokens = std::min(n_batch, tokens.size() - first);
         for (int32_t i = 0; i < batch.n_tokens; ++i) {
             batch.token[i]     = tokens[first + i];
-            batch.pos[i]       = i;
+            batch.pos[i]       = i / o.n_seq;
             batch.n_seq_id[i]  = 1;
-            batch.seq_id[i][0] = 0;
+            batch.seq_id[i][0] = i % o.n_seq;
             batch.logits[i]    = 1;
         }
         status = llama_decode(ctx.get(), batch);

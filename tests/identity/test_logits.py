@@ -74,6 +74,16 @@ def test_demo(demo: Path, arguments: tuple[str, ...], env: dict[str, str]) -> No
     assert compare(demo, "--slots", "6,8,64", *arguments, env=env) == {"slots": 5, "staging": 4}
 
 
+@pytest.mark.parametrize("layout", ["qwen2moe", "qwen35moe"])
+def test_sequences(model: Callable[[str, str], Path], layout: str) -> None:
+    compare(model(layout, "q4_0"), "--sequences", "4", "--ubatch", "4,8", n_ubatch=2)
+
+
+def test_demo_sequences(demo: Path) -> None:
+    ways = compare(demo, "--sequences", "4", "--ubatch", "4", "--slots", "6,24", n_slots=2, n_ubatch=1)
+    assert ways == {"slots": 1, "staging": 1}
+
+
 def test_wide_batches_read_ahead(demo: Path) -> None:
     # 64 tokens choose 384 times among 64 experts: all of the next layer is read while this one computes
     size = ("--ubatch", "64", "--tokens", "160")
