@@ -65,10 +65,12 @@ std::string stream::compute_end(bool complete) {
     if (!complete || !error.empty()) {
         // an aborted graph leaves layers between begin and join
         for (auto & l : layers) {
-            settle_slots(*l);
+            settle_slots(*l, *l->stats);
         }
         for (half & h : halves) {
-            settle_half(h);
+            if (h.i_layer >= 0) {
+                settle_half(h, *layers[h.i_layer]->stats);
+            }
         }
     }
     const std::string result = error;
@@ -107,9 +109,19 @@ void stream::distinct(const chosen_experts & chosen, int32_t n_expert, bool from
     (void) n_expert;
 }
 
+// sleep until the group is idle; the computing thread's time counts for the layer that waits, whosever bytes these are
+void stream::wait_for(transfer_group & group, layer_stats & waiting) {
+    if (group.idle()) {
+        return;
+    }
+    const uint64_t t_start = now_us();
+    group.wait();
+    waiting.stall_us += now_us() - t_start;
+}
+
 // wait for the fills of the layer's slots and take them into the pool; a failed one leaves zeros and an empty slot
-void stream::settle_slots(layer_state & l) {
-    l.group.wait();
+void stream::settle_slots(layer_state & l, layer_stats & waiting) {
+    wait_for(l.group, waiting);
     const std::vector<int32_t> & failed = l.group.failed_tags();
     for (const placement & p : l.pending) {
         if (!failed.empty() && std::find(failed.begin(), failed.end(), p.slot) != failed.end()) {
@@ -128,27 +140,29 @@ void stream::settle_slots(layer_state & l) {
     }
 }
 
-void stream::settle_half(half & h) {
-    h.fill.wait();
+void stream::settle_half(half & h, layer_stats & waiting) {
+    wait_for(h.fill, waiting);
     const std::vector<int32_t> & failed = h.fill.failed_tags();
     if (failed.empty()) {
         return;
     }
     const layer_desc & d = layers[h.i_layer]->desc;
+    bool needed = false;
     for (const int32_t e : failed) {
+        needed = needed || h.filled[e] == 2;
         h.filled[e] = 0;
         for (const expert_part & part : d.parts) {
             uint8_t * base = opt.staging + (&h - halves) * opt.half_bytes;
             memset(base + part.staging_offset + e * part.expert_bytes, 0, part.expert_bytes);
         }
     }
-    note_error(h.fill.error(), failed.size());
+    note_error(needed ? h.fill.error() : "", failed.size());
     h.fill.clear();
 }
 
 void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out) {
     layer_state & l = *layers[i_layer];
-    settle_slots(l);
+    settle_slots(l, *l.stats);
 
     distinct(chosen, l.desc.n_expert, false, l.desc.n_slot, scratch_experts);
     l.pool.acquire(scratch_experts.data(), (int32_t) scratch_experts.size(), scratch_placed);
@@ -195,13 +209,13 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
 }
 
 // make the half ready to take experts of this layer; what it already holds of it stays
-void stream::claim_half(half & h, int32_t i_layer) {
+void stream::claim_half(half & h, int32_t i_layer, layer_stats & waiting) {
     if (h.i_layer == i_layer) {
         return;
     }
-    settle_half(h); // reads ahead that nobody came for
+    settle_half(h, waiting); // reads ahead that nobody came for
     if (h.copying_out) {
-        settle_slots(*layers[h.i_layer]);
+        settle_slots(*layers[h.i_layer], waiting);
         h.copying_out = false;
     }
     h.i_layer = i_layer;
@@ -238,17 +252,20 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
 void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool read_next) {
     layer_state & l = *layers[i_layer];
     half & h = half_of(i_layer);
-    settle_slots(l);
+    settle_slots(l, *l.stats);
 
     distinct(chosen, l.desc.n_expert, true, l.desc.n_slot, l.last_experts);
     distinct(chosen, l.desc.n_expert, false, l.desc.n_expert, scratch_experts);
 
-    claim_half(h, i_layer);
+    claim_half(h, i_layer, *l.stats);
     uint64_t n_hit = 0;
     for (const int32_t e : scratch_experts) {
         n_hit += l.pool.peek(e) >= 0;
     }
     fill_half(h, l, scratch_experts, urgency::demand);
+    for (const int32_t e : scratch_experts) {
+        h.filled[e] = 2;
+    }
 
     const uint64_t n = scratch_experts.size();
     l.stats->hits         += n_hit;
@@ -261,8 +278,8 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
     if (read_next && i_layer + 1 < n_layers()) {
         layer_state & next = *layers[i_layer + 1];
         half & other = half_of(i_layer + 1);
-        settle_slots(next);
-        claim_half(other, i_layer + 1);
+        settle_slots(next, *l.stats);
+        claim_half(other, i_layer + 1, *l.stats);
         scratch_experts.resize(next.desc.n_expert);
         for (int32_t e = 0; e < next.desc.n_expert; ++e) {
             scratch_experts[e] = e;
@@ -280,24 +297,21 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
 void stream::wait(int32_t i_layer, bool staged, bool is_first_thread) {
     layer_state & l = *layers[i_layer];
     transfer_group & group = staged ? half_of(i_layer).fill : l.group;
-    if (group.idle()) {
-        return;
-    }
-    const uint64_t t_start = now_us();
-    group.wait();
     if (is_first_thread) {
-        l.stats->stall_us += now_us() - t_start;
+        wait_for(group, *l.stats);
+    } else if (!group.idle()) {
+        group.wait();
     }
 }
 
 void stream::settle(int32_t i_layer, bool staged) {
     layer_state & l = *layers[i_layer];
     if (!staged) {
-        settle_slots(l);
+        settle_slots(l, *l.stats);
         return;
     }
     half & h = half_of(i_layer);
-    settle_half(h);
+    settle_half(h, *l.stats);
     if (error.empty()) {
         copy_to_slots(h, l);
     }

@@ -20,7 +20,8 @@
 //   - a graph is computed by one thread team at a time (compute_begin() locks), so a slot is never evicted under a reader.
 //
 // A failed read is not an exception: the bytes are zeroed (so that what computes on goes through defined values), the error is
-// kept, and compute_end() reports it; the expert is not in the pool afterwards.
+// kept, and compute_end() reports it; the expert is not in the pool afterwards. An expert that was only read ahead, and that no
+// token then chose, is no error: it counts in read_errors, and is read again when one does.
 
 #include "policy.h"
 #include "reader.h"
@@ -117,7 +118,7 @@ public:
 private:
     struct half {
         int32_t              i_layer = -1;      // whose experts it holds
-        std::vector<uint8_t> filled;            // [n_expert] 1: there, or on its way in fill
+        std::vector<uint8_t> filled;            // [n_expert] 1: there, or on its way in fill; 2: likewise, and a batch needs it
         transfer_group       fill;
         bool                 copying_out = false; // the layer's slot group reads from it
     };
@@ -134,9 +135,10 @@ private:
     };
 
     void distinct(const chosen_experts & chosen, int32_t n_expert, bool from_last, int32_t at_most, std::vector<int32_t> & out);
-    void settle_slots(layer_state & l);
-    void settle_half(half & h);
-    void claim_half(half & h, int32_t i_layer);
+    void wait_for(transfer_group & group, layer_stats & waiting);
+    void settle_slots(layer_state & l, layer_stats & waiting);
+    void settle_half(half & h, layer_stats & waiting);
+    void claim_half(half & h, int32_t i_layer, layer_stats & waiting);
     void fill_half(half & h, layer_state & l, const std::vector<int32_t> & experts, urgency how);
     void copy_to_slots(half & h, layer_state & l);
     void note_error(const std::string & error, size_t n_failed);
