@@ -53,16 +53,17 @@ static void apply_cgroup(const std::string & mount, std::string group, const cgr
             const std::string stat  = dir + "/memory.stat";
             const uint64_t    cache = read_field(stat, files.active_file) + read_field(stat, files.inactive_file);
             const uint64_t    used  = usage - std::min(cache, usage);
-            const uint64_t left  = limit > used ? limit - used : 0;
+            const uint64_t left  = limit > used ? limit - used : 1; // 0 would mean unknown
             if (left < now.available_bytes) {
                 now.available_bytes = left;
                 now.limited_by      = "cgroup " + (group.empty() ? std::string("/") : group);
             }
         }
-        if (group.empty() || group == "/") {
+        const size_t parent = group.rfind('/');
+        if (parent == std::string::npos || group == "/") {
             return;
         }
-        group.resize(group.rfind('/'));
+        group.resize(parent);
     }
 }
 

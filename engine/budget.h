@@ -8,8 +8,8 @@
 namespace moe {
 
 struct memory_now {
-    uint64_t    available_bytes = 0; // 0: unknown
-    std::string limited_by;          // "MemAvailable" or the cgroup's path
+    uint64_t    available_bytes = 0; // 0: unknown; a full group has 1
+    std::string limited_by;          // "MemAvailable" or "cgroup " and its path
 };
 
 // min(MemAvailable, what every enclosing memory cgroup (v1 or v2) still allows; its file cache counts as free).

@@ -6,6 +6,22 @@ namespace moe {
 
 namespace {
 
+// the length of the UTF-8 sequence at s[i] (Unicode 15, table 3-7); 0 when there is none
+size_t utf8_length(const std::string & s, size_t i) {
+    const auto at = [&](size_t k) { return k < s.size() ? (unsigned char) s[k] : 0u; };
+    const unsigned c = at(i);
+    const size_t   n = c < 0x80 ? 1 : c >= 0xc2 && c <= 0xdf ? 2 : c >= 0xe0 && c <= 0xef ? 3 : c >= 0xf0 && c <= 0xf4 ? 4 : 0;
+    for (size_t k = 1; k < n; ++k) {
+        // after some first bytes the second is confined: no overlong forms, surrogates, or code points past the last
+        const unsigned lo = k > 1 ? 0x80 : c == 0xe0 ? 0xa0 : c == 0xf0 ? 0x90 : 0x80;
+        const unsigned hi = k > 1 ? 0xbf : c == 0xed ? 0x9f : c == 0xf4 ? 0x8f : 0xbf;
+        if (at(i + k) < lo || at(i + k) > hi) {
+            return 0;
+        }
+    }
+    return n;
+}
+
 // a small JSON writer: keys in order, commas where they belong
 class json_object {
 public:
@@ -25,7 +41,9 @@ public:
 private:
     static std::string quoted(const std::string & s) {
         std::string out = "\"";
-        for (const char c : s) {
+        for (size_t i = 0; i < s.size(); ) {
+            const char   c = s[i];
+            const size_t n = utf8_length(s, i);
             if (c == '"' || c == '\\') {
                 out += '\\';
                 out += c;
@@ -33,9 +51,12 @@ private:
                 char buf[8];
                 snprintf(buf, sizeof(buf), "\\u%04x", c);
                 out += buf;
+            } else if (n == 0) {
+                out += "\xef\xbf\xbd"; // U+FFFD: a file name may hold any bytes, a document of JSON may not
             } else {
-                out += c;
+                out.append(s, i, n);
             }
+            i += n == 0 ? 1 : n;
         }
         return out + "\"";
     }

@@ -77,10 +77,6 @@ public:
         bad = places;
     }
 
-    void drop_cache(int32_t file, uint64_t offset, uint64_t size) override { dropped.push_back({ file, offset, size }); }
-
-    std::vector<read_record> dropped;
-
 private:
     const std::vector<std::string> & contents;
     const uint32_t                   align;

@@ -1,0 +1,167 @@
+// What fuzz-stream.cpp cannot see: time; and single rules by name.
+
+#include "check.h"
+#include "fake-experts.h"
+#include "stream.h"
+
+#include <condition_variable>
+
+using namespace moe;
+
+namespace {
+
+struct streamed {
+    fake_experts            experts;
+    place_source          * source; // owned by s
+    std::unique_ptr<stream> s;
+    test_random             rnd { 5 };
+
+    explicit streamed(const std::vector<fake_layer_shape> & shapes, std::function<void(int32_t, uint64_t, uint64_t)> on_read = nullptr)
+        : experts(shapes, 3) {
+        auto src = std::make_unique<place_source>(experts.contents, 1, 4);
+        source = src.get();
+        source->on_read = std::move(on_read);
+        stream::options opt;
+        opt.poison     = true;
+        opt.staging    = experts.staging.get();
+        opt.half_bytes = experts.half_bytes;
+        s = std::make_unique<stream>(opt, experts.layers, std::make_unique<reader>(std::move(src), 1)); // one thread: in queue order
+    }
+
+    void begin(int32_t i, bool staged, const std::vector<std::vector<int32_t>> & by_token, bool read_next = false) {
+        const id_layout ids(by_token, rnd);
+        std::vector<int32_t> out(by_token.size() * by_token[0].size());
+        if (staged) {
+            s->begin_staging(i, ids.chosen, out.data(), read_next);
+        } else {
+            s->begin_slots(i, ids.chosen, out.data());
+        }
+    }
+
+    void join(int32_t i, bool staged) {
+        s->wait(i, staged, true);
+        s->settle(i, staged);
+    }
+
+    void make_bad(int32_t i, int32_t expert) {
+        const expert_part & p = experts.layers[i].parts[0];
+        source->set_bad({ { p.file, p.offset + expert * p.expert_bytes + 1, -EIO } });
+    }
+
+    uint64_t stall_us(int32_t i) const { return s->stats().layers[i]->stall_us; }
+};
+
+// a door that reads wait at, opened a while after ring()
+class door {
+public:
+    explicit door(int32_t delay_ms) : opener([this, delay_ms] {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [this] { return rung; });
+        lock.unlock();
+        std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
+        lock.lock();
+        is_open = true;
+        changed.notify_all();
+    }) {}
+
+    ~door() { opener.join(); }
+
+    void ring() {
+        std::lock_guard<std::mutex> lock(mutex);
+        rung = true;
+        changed.notify_all();
+    }
+
+    void pass() {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [this] { return is_open; });
+    }
+
+private:
+    std::mutex              mutex;
+    std::condition_variable changed;
+    bool                    rung    = false;
+    bool                    is_open = false;
+    std::thread             opener;
+};
+
+const fake_layer_shape                  small = { 4, 1, { 100 } };
+const std::vector<std::vector<int32_t>> all_of_four = { { 0, 1 }, { 2, 3 } };
+
+} // namespace
+
+TEST(a_join_that_waits_counts_as_stall) {
+    for (const bool staged : { false, true }) {
+        door d(60);
+        streamed m({ small }, [&](int32_t, uint64_t, uint64_t) { d.pass(); });
+        m.s->compute_begin();
+        m.begin(0, staged, staged ? all_of_four : std::vector<std::vector<int32_t>> { { 2 } });
+        d.ring();
+        m.join(0, staged);
+        CHECK_EQ(m.s->compute_end(true), "");
+        CHECK(m.stall_us(0) >= 5000);
+    }
+}
+
+// The copies into the slots of layer 0 queue behind the read ahead for layer 1, and the half that they come from is wanted for
+// layer 2: layer 1's begin then waits for its own reads.
+TEST(a_begin_that_waits_counts_as_stall) {
+    door d(60);
+    uint64_t first_of_1 = 0;
+    int32_t  file_of_1  = 0;
+    streamed m({ small, small, small }, [&](int32_t file, uint64_t, uint64_t offset) {
+        if (file == file_of_1 && offset == first_of_1) {
+            d.pass();
+        }
+    });
+    first_of_1 = m.experts.layers[1].parts[0].offset;
+    file_of_1  = m.experts.layers[1].parts[0].file;
+    m.s->compute_begin();
+    m.begin(0, true, all_of_four, true);
+    m.join(0, true);
+    CHECK_EQ(m.stall_us(1), 0u);
+    d.ring();
+    m.begin(1, true, all_of_four, true);
+    m.join(1, true);
+    CHECK(m.stall_us(1) >= 5000);
+    m.begin(2, true, all_of_four);
+    m.join(2, true);
+    CHECK_EQ(m.s->compute_end(true), "");
+}
+
+TEST(a_failed_read_ahead_that_nobody_needs_is_no_error) {
+    streamed m({ small, small });
+    m.make_bad(1, 3);
+    m.s->compute_begin();
+    m.begin(0, true, all_of_four, true);
+    m.join(0, true);
+    m.begin(1, true, { { 0, 1 }, { 2, 1 } });
+    m.join(1, true);
+    CHECK(m.experts.holds(1, true, 2, 2));
+    CHECK_EQ(m.s->compute_end(true), "");
+    CHECK_EQ(m.s->stats().read_errors.load(), 1u);
+
+    // and the one who does need it reads it again
+    m.s->compute_begin();
+    m.begin(1, true, { { 0, 3 } });
+    m.join(1, true);
+    CHECK(m.experts.is_zero(1, true, 3));
+    CHECK_CONTAINS(m.s->compute_end(true), "file-");
+    m.source->set_bad({});
+    m.s->compute_begin();
+    m.begin(1, true, { { 0, 3 } });
+    m.join(1, true);
+    CHECK(m.experts.holds(1, true, 3, 3));
+    CHECK_EQ(m.s->compute_end(true), "");
+}
+
+TEST(a_failed_read_ahead_of_a_graph_that_stops_is_no_error) {
+    streamed m({ small, small });
+    m.make_bad(1, 3);
+    m.s->compute_begin();
+    m.begin(0, true, all_of_four, true);
+    m.join(0, true);
+    CHECK_EQ(m.s->compute_end(false), "");
+}
+
+int main(int argc, char ** argv) { return run_tests(argc, argv); }
