@@ -659,7 +659,7 @@ void moe_context_created(const llama_model & model, const llama_context * ctx) {
     moe::stream_report & r = moe->report;
     const bool first = r.memory.pool_bytes == 0;
     if (first && r.io_mode == moe::io_mode_name(moe::io_mode::direct)) {
-        moe->stream->drop_cache(); // direct reads never look at what loading, or an earlier program, left there
+        moe->stream->drop_cache(); // direct reads never look at what loading left there
     }
     if (first) {
         for (const auto & [il, tensors] : moe->layers) {

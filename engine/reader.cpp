@@ -69,13 +69,11 @@ public:
         return n < 0 ? -errno : n;
     }
 
-    void drop_cache(int32_t file, uint64_t offset, uint64_t size) override {
+    void drop_cache() override {
 #ifdef POSIX_FADV_DONTNEED
-        posix_fadvise(files[file].fd, (off_t) offset, (off_t) size, POSIX_FADV_DONTNEED);
-#else
-        (void) file;
-        (void) offset;
-        (void) size;
+        for (const open_file & f : files) {
+            posix_fadvise(f.fd, 0, 0, POSIX_FADV_DONTNEED); // to the end; pages that are mapped stay
+        }
 #endif
     }
 

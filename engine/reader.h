@@ -36,8 +36,8 @@ public:
     // offset, size and buf of read_at() must be multiples of this many bytes; 1 for buffered reads
     virtual uint32_t alignment() const = 0;
 
-    // these bytes need not stay in the page cache
-    virtual void drop_cache(int32_t /*file*/, uint64_t /*offset*/, uint64_t /*size*/) {}
+    // the files need not stay in the page cache
+    virtual void drop_cache() {}
 };
 
 enum class io_mode : int32_t { automatic = 0, direct = 1, buffered = 2 };
@@ -105,7 +105,7 @@ public:
 
     void submit(transfer_group & group, const std::vector<transfer> & transfers, urgency how);
 
-    void drop_cache(int32_t file, uint64_t offset, uint64_t size) { source->drop_cache(file, offset, size); }
+    void drop_cache() { source->drop_cache(); }
 
     int32_t  n_threads()    const { return (int32_t) workers.size(); }
     uint64_t bounce_bytes() const; // memory held for direct reads

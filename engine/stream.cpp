@@ -4,8 +4,6 @@
 #include <cassert>
 #include <chrono>
 #include <cstring>
-#include <map>
-#include <utility>
 
 namespace moe {
 
@@ -37,23 +35,6 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
 
 stream::~stream() {
     io.reset(); // ends the workers; nothing is in flight from here on
-}
-
-void stream::drop_cache() {
-    std::map<std::pair<int32_t, uint64_t>, uint64_t> ranges; // file, first byte -> byte behind the last
-    for (const auto & l : layers) {
-        for (const expert_part & part : l->desc.parts) {
-            ranges[{ part.file, part.offset }] = part.offset + l->desc.n_expert * part.expert_bytes;
-        }
-    }
-    for (auto it = ranges.begin(); it != ranges.end(); ) {
-        const auto [file, first] = it->first;
-        uint64_t end = it->second;
-        while (++it != ranges.end() && it->first.first == file && it->first.second <= end + 4096) {
-            end = it->second; // as one: a large page may hold parts of two tensors
-        }
-        io->drop_cache(file, first, end - first);
-    }
 }
 
 void stream::compute_begin() {

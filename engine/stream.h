@@ -109,8 +109,9 @@ public:
     void wait  (int32_t i_layer, bool staged, bool is_first_thread);
     void settle(int32_t i_layer, bool staged);
 
-    // takes the experts out of the page cache, whoever read them
-    void drop_cache();
+    // takes the model's files out of the page cache, whoever read them: dense weights are resident by now, and their cached copy
+    // would count against a memory limit beside them
+    void drop_cache() { io->drop_cache(); }
 
     const stream_stats & stats() const { return stats_; }
     uint64_t bounce_bytes() const { return io ? io->bounce_bytes() : 0; }
