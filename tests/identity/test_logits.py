@@ -74,6 +74,15 @@ def test_demo(demo: Path, arguments: tuple[str, ...], env: dict[str, str]) -> No
     assert compare(demo, "--slots", "6,8,64", *arguments, env=env) == {"slots": 5, "staging": 4}
 
 
+@pytest.mark.parametrize("layout", ["qwen2moe", "openai-moe", "gemma4"])
+def test_prompt_then_token(model: Callable[[str, str], Path], layout: str) -> None:
+    # 48 tokens through staging, whose last experts go to the slots, and one through these
+    ways = compare(
+        model(layout, "f32"), "--tokens", "49", "--ubatch", "16,48", "--slots", "2,5", n_slots=2, n_ubatch=2, n_tokens=49
+    )
+    assert ways == {"slots": 4, "staging": 4}
+
+
 @pytest.mark.parametrize("layout", ["qwen2moe", "qwen35moe"])
 def test_sequences(model: Callable[[str, str], Path], layout: str) -> None:
     compare(model(layout, "q4_0"), "--sequences", "4", "--ubatch", "4,8", n_ubatch=2)
