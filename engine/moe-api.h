@@ -40,6 +40,19 @@ bool moe_is_on (const std::vector<llama_model_kv_override> & overrides);
 void moe_clear (std::vector<llama_model_kv_override> & overrides); // drop ours, keep the user's
 void moe_set_ctx(std::vector<llama_model_kv_override> & overrides, int n_ctx); // tell "auto" the context in use
 
+// While one of these lives, graphs of the model compute with whatever the slots hold, and read, count and evict nothing: for runs whose
+// results are thrown away. Does nothing for a model that does not stream.
+class moe_dry_run {
+public:
+    LLAMA_API explicit moe_dry_run(const struct llama_model * model);
+    LLAMA_API ~moe_dry_run();
+    moe_dry_run(const moe_dry_run &) = delete;
+    moe_dry_run & operator=(const moe_dry_run &) = delete;
+
+private:
+    const struct llama_model * model;
+};
+
 // of the model loaded last that streams (a draft model never does); documents in docs/stats.md
 LLAMA_API std::string moe_stats_json();
 LLAMA_API std::string moe_stats_prometheus(); // empty when nothing streams

@@ -16,6 +16,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -146,6 +147,7 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     std::unordered_map<const ggml_tensor *, ggml_tensor *> staging_of;
 
     std::unique_ptr<moe::stream> stream; // null in the memory-fit pass
+    std::atomic<int>             n_dry { 0 }; // moe_dry_run objects alive
     std::mutex                   report_mutex;
     moe::stream_report           report;
 
@@ -709,8 +711,33 @@ static moe::chosen_experts chosen_of(const ggml_tensor * ids) {
     return { (const uint8_t *) ids->data, ids->ne[0], ids->ne[1], ids->nb[0], ids->nb[1] };
 }
 
+moe_dry_run::moe_dry_run(const llama_model * model) : model(model) {
+    if (model->hparams.moe) {
+        ++model->hparams.moe->n_dry;
+    }
+}
+
+moe_dry_run::~moe_dry_run() {
+    if (model->hparams.moe) {
+        --model->hparams.moe->n_dry;
+    }
+}
+
+// ids that are valid in slots and in staging, each once per token
+static void write_dry_ids(const ggml_tensor * selected, int32_t * out) {
+    for (int64_t t = 0; t < selected->ne[1]; ++t) {
+        for (int64_t k = 0; k < selected->ne[0]; ++k) {
+            *out++ = (int32_t) k;
+        }
+    }
+}
+
 static void op_begin(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
     if (ith != 0) {
+        return;
+    }
+    if (((moe_stream *) userdata)->n_dry > 0) {
+        write_dry_ids(dst->src[0], (int32_t *) dst->data);
         return;
     }
     moe::stream & s = *((moe_stream *) userdata)->stream;
@@ -723,6 +750,12 @@ static void op_begin(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
 }
 
 static void op_join(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
+    if (((moe_stream *) userdata)->n_dry > 0) {
+        if (ith == 0) {
+            memcpy(dst->data, dst->src[0]->data, ggml_nbytes(dst));
+        }
+        return;
+    }
     moe::stream & s = *((moe_stream *) userdata)->stream;
     const int32_t i_layer = dst->op_params[PARAM_LAYER];
     const bool    staged  = dst->op_params[PARAM_STAGED] != 0;

@@ -320,7 +320,7 @@ void stream::copy_to_slots(half & h, layer_state & l) {
             scratch_transfers.push_back({ p.slot, 0, 0, part.expert_bytes, dst, base + part.staging_offset + p.expert * part.expert_bytes });
         }
     }
-    io->submit(l.group, scratch_transfers, urgency::background);
+    io->submit(l.group, scratch_transfers, urgency::demand); // before what is read ahead: the half is wanted for the layer after
     h.copying_out = n_copied > 0;
     l.stats->bytes_copied += n_copied * l.desc.expert_bytes();
 }
