@@ -14,7 +14,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from moestream.cli import make_app
+from moestream.app import make_app
 
 DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(r"(<!-- help: ([\w-]+) -->\n).*?(<!-- /help -->)", re.DOTALL)

@@ -1,9 +1,6 @@
-"""The command line: assembles the commands, renders what they return, reports what they raise.
+"""The entry point: runs a command and reports what it raises. The commands themselves are put together in ``app``.
 
-A command is a module ``moestream/commands/NAME.py`` with a function ``NAME`` (``-`` becomes ``_``). The
-function takes Typer parameters and returns a :class:`moestream.result.Result`, or None when it has printed
-everything itself. One that goes on after it has something to report, as ``start`` and ``logs -f`` do, yields its
-results. ``--json`` is added here to every command.
+Nothing is imported here that takes time: Ctrl-C is handled from the first moment.
 
 Exit codes: 0 done; 1 (or the error's own) an expected failure; 2 wrong usage; 70 a bug in moestream;
 130 interrupted by Ctrl-C.
@@ -12,91 +9,35 @@ Exit codes: 0 done; 1 (or the error's own) an expected failure; 2 wrong usage; 7
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-import inspect
+import os
+import signal
 import sys
-import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import typer
-
-from moestream import __version__
 from moestream.errors import MoestreamError
-from moestream.result import Result, emit
 
-# One line a command, in the order of --help.
-COMMANDS: tuple[str, ...] = (
-    "build",
-    "engines",
-    "start",
-    "stop",
-    "status",
-    "logs",
-)
+if TYPE_CHECKING:
+    import typer
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
 
 
-def _rendered(function: Callable[..., Result | Iterator[Result] | None]) -> Callable[..., None]:
-    """Wrap a command: add ``--json`` and print what it returns."""
+def _load() -> typer.Typer:
+    """Import the commands. Ctrl-C meanwhile ends the process without a word: no import is made to be interrupted."""
+    quiet = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with contextlib.suppress(ValueError):  # not the main thread
+        if quiet:
+            signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+    try:
+        from moestream.app import make_app
 
-    @functools.wraps(function)
-    def run(*args: object, as_json: bool, **kwargs: object) -> None:
-        result = function(*args, **kwargs)
-        if isinstance(result, Generator):
-            # Closed here and not by the garbage collector: a failing print must end what the command has started.
-            with contextlib.closing(result):
-                for part in result:
-                    emit(part, as_json=as_json)
-        elif result is not None:
-            emit(result, as_json=as_json)
-
-    option = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-    signature = inspect.signature(function, eval_str=True)
-    parameters = [
-        *signature.parameters.values(),
-        inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option),
-    ]
-    run.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    # Typer reads the hints of the innermost function when it sees one, and would miss --json.
-    del run.__wrapped__  # type: ignore[attr-defined]
-    return run
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"moestream {__version__}")
-        raise typer.Exit()
-
-
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the traceback of an error.")] = False,
-) -> None:
-    """Run mixture-of-experts models that do not fit in memory."""
-
-
-def make_app() -> typer.Typer:
-    """The Typer application with every command in ``COMMANDS``."""
-    # Plain help text: it is part of the docs and must not depend on the width of a terminal.
-    app = typer.Typer(
-        name="moestream",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
-    app.callback()(_root)
-    for name in COMMANDS:
-        module = importlib.import_module("moestream.commands." + name.replace("-", "_"))
-        app.command(name)(_rendered(getattr(module, name.replace("-", "_"))))
-    return app
+        return make_app()
+    finally:
+        with contextlib.suppress(ValueError):
+            if quiet:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _verbose_first(arguments: Sequence[str]) -> tuple[list[str], bool]:
@@ -105,6 +46,12 @@ def _verbose_first(arguments: Sequence[str]) -> tuple[list[str], bool]:
     head, rest = list(arguments[:end]), list(arguments[end:])
     verbose = "--verbose" in head
     return [argument for argument in head if argument != "--verbose"] + rest, verbose
+
+
+def _print_traceback() -> None:
+    import traceback
+
+    traceback.print_exc()
 
 
 def print_error(error: MoestreamError) -> None:
@@ -118,17 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit. ``arguments`` defaults to those of the process."""
     args, verbose = _verbose_first(sys.argv[1:] if arguments is None else arguments)
     try:
-        make_app()(args=args, prog_name="moestream")
+        _load()(args=args, prog_name="moestream")
     except MoestreamError as error:
         if verbose:
-            traceback.print_exc()
+            _print_traceback()
         print_error(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         if verbose:
-            traceback.print_exc()
+            _print_traceback()
         print(f"error: internal error: {type(error).__name__}: {error}", file=sys.stderr)
         print("hint: this is a bug in moestream; run again with --verbose and report it", file=sys.stderr)
         sys.exit(EXIT_BUG)

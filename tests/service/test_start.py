@@ -254,6 +254,26 @@ def test_stdout_that_is_closed_stops_the_server(home: Home) -> None:
     process.wait(20)
     all_gone(home)
 
+def test_ctrl_c_during_imports_is_quiet(home: Home, tmp_path: Path) -> None:
+    """An import that goes wrong when it is interrupted, as some of C extensions do."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "typer.py").write_text(
+        "import time\nprint('importing', flush=True)\ntry:\n    time.sleep(30)\nexcept KeyboardInterrupt:\n    raise ImportError"
+    )
+    code = "from moestream.cli import main; main()"  # as the installed program does
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "status"],
+        env={**home.environment(), "PYTHONPATH": f"{tmp_path / 'slow'}{os.pathsep}{ROOT}"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    home.started.append(process)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=20)
+    assert (process.returncode, rest, errors) == (130, "", "")
+
+
 
 def test_port_in_use_names_the_process(home: Home) -> None:
     with socket.socket() as mine:

@@ -1,0 +1,90 @@
+"""The commands of the command line: assembles them and renders what they return.
+
+A command is a module ``moestream/commands/NAME.py`` with a function ``NAME`` (``-`` becomes ``_``). The
+function takes Typer parameters and returns a :class:`moestream.result.Result`, or None when it has printed
+everything itself. One that goes on after it has something to report, as ``start`` and ``logs -f`` do, yields its
+results. ``--json`` is added here to every command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from typing import Annotated
+
+import typer
+
+from moestream import __version__
+from moestream.result import Result, emit
+
+# One line a command, in the order of --help.
+COMMANDS: tuple[str, ...] = (
+    "build",
+    "engines",
+    "start",
+    "stop",
+    "status",
+    "logs",
+)
+
+
+def _rendered(function: Callable[..., Result | Iterator[Result] | None]) -> Callable[..., None]:
+    """Wrap a command: add ``--json`` and print what it returns."""
+
+    @functools.wraps(function)
+    def run(*args: object, as_json: bool, **kwargs: object) -> None:
+        result = function(*args, **kwargs)
+        if isinstance(result, Generator):
+            # Closed here and not by the garbage collector: a failing print must end what the command has started.
+            with contextlib.closing(result):
+                for part in result:
+                    emit(part, as_json=as_json)
+        elif result is not None:
+            emit(result, as_json=as_json)
+
+    option = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [
+        *signature.parameters.values(),
+        inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option),
+    ]
+    run.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    # Typer reads the hints of the innermost function when it sees one, and would miss --json.
+    del run.__wrapped__  # type: ignore[attr-defined]
+    return run
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moestream {__version__}")
+        raise typer.Exit()
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Run mixture-of-experts models that do not fit in memory."""
+
+
+def make_app() -> typer.Typer:
+    """The Typer application with every command in ``COMMANDS``."""
+    # Plain help text: it is part of the docs and must not depend on the width of a terminal.
+    app = typer.Typer(
+        name="moestream",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_root)
+    for name in COMMANDS:
+        module = importlib.import_module("moestream.commands." + name.replace("-", "_"))
+        app.command(name)(_rendered(getattr(module, name.replace("-", "_"))))
+    return app
