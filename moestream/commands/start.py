@@ -20,9 +20,11 @@ from moestream.server import address, report
 from moestream.server.arguments import (
     DEFAULT_HOST,
     DEFAULT_PORT,
+    MAX_IO_THREADS,
     ServerSettings,
     build_argv,
     check_extra,
+    check_streaming_flags,
     parse_slots,
     value_after,
 )
@@ -120,6 +122,9 @@ def make_plan(
     """
     check_extra(settings.extra, streaming=settings.streaming)
     facts = gguf_facts.read(settings.model)
+    check_streaming_flags(settings)
+    if not settings.streaming:
+        _check_environment()
     check_model(facts, settings.slots)
     store = RecordStore()
     port = settings.port or address.free_port(settings.host)
@@ -149,6 +154,15 @@ def make_plan(
 
 
 def _check_address(store: RecordStore, host: str, port: int) -> None:
+def _check_environment() -> None:
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("LLAMA_ARG_MOE_") and value:  # llama-server would stream after all, or refuse
+            raise MoestreamError(
+                f"{name}={value} in the environment cannot be combined with --slots off",
+                hint=f"unset {name}, or use --slots auto",
+            )
+
+
     try:
         address.check_free(host, port)
     except MoestreamError as error:
@@ -289,7 +303,10 @@ def start(
         int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen on; 0: any free one.")
     ] = DEFAULT_PORT,
     parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests served at a time.")] = None,
-    io_threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads that read experts.")] = None,
+    # Checked by hand: Typer's message for a range leaves out the value.
+    io_threads: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Threads that read experts, 1 to {MAX_IO_THREADS}.")
+    ] = None,
     io: Annotated[Io | None, typer.Option(help="How experts are read.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
     overlap: Annotated[

@@ -10,6 +10,7 @@ from moestream.errors import MoestreamError
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8080
+MAX_IO_THREADS = 256  # the engine takes no more
 
 # Arguments of llama-server that moestream sets itself: the spellings upstream takes, and the flag to use instead
 # (None: there is nothing to choose).
@@ -119,6 +120,37 @@ def check_extra(extra: Sequence[str], *, streaming: bool = True) -> None:
             )
 
 
+def _streaming_flags(settings: ServerSettings) -> list[tuple[str, int | str]]:
+    """The flags that are given and mean something to streaming alone; the engine's are the same after ``--moe-``."""
+    flags = (
+        ("--io-threads", settings.io_threads),
+        ("--io", settings.io),
+        ("--policy", settings.policy),
+        ("--overlap", settings.overlap),
+    )
+    return [(flag, value) for flag, value in flags if value is not None]
+
+
+def check_streaming_flags(settings: ServerSettings) -> None:
+    """Refuse flags that cannot be honoured, and values the engine would refuse later.
+
+    Raises:
+        MoestreamError: names the flags and the values.
+    """
+    if settings.io_threads is not None and not 1 <= settings.io_threads <= MAX_IO_THREADS:
+        raise MoestreamError(
+            f"--io-threads {settings.io_threads}: expected a number from 1 to {MAX_IO_THREADS}",
+            hint="leave it out for 4",
+        )
+    given = _streaming_flags(settings)
+    if given and not settings.streaming:
+        flags = ", ".join(f"{flag} {value}" for flag, value in given)
+        raise MoestreamError(
+            f"{flags} cannot be combined with --slots off: without streaming no experts are read",
+            hint=f"leave out {', '.join(flag for flag, _ in given)}, or stream: --slots auto",
+        )
+
+
 def build_argv(server: Path, settings: ServerSettings) -> list[str]:
     """The command line that starts llama-server with these settings.
 
@@ -130,25 +162,15 @@ def build_argv(server: Path, settings: ServerSettings) -> list[str]:
         MoestreamError: the settings contradict each other.
     """
     check_extra(settings.extra, streaming=settings.streaming)
+    check_streaming_flags(settings)
     argv = [str(server), "-m", str(settings.model)]
-    engine_flags = (
-        ("--io-threads", "--moe-io-threads", settings.io_threads),
-        ("--io", "--moe-io", settings.io),
-        ("--policy", "--moe-policy", settings.policy),
-        ("--overlap", "--moe-overlap", settings.overlap),
-    )
     if settings.streaming:
         argv += ["--moe-slots", settings.slots]
-        for _, flag, value in engine_flags:
-            if value is not None:
-                argv += [flag, str(value)]
+        for ours, value in _streaming_flags(settings):
+            argv += [ours.replace("--", "--moe-"), str(value)]
         # The plain kernels are the ones with which streaming gives stock's bits.
         if not {"-nr", "--no-repack"} & {flag_of(a) for a in settings.extra}:
             argv.append("--no-repack")
-    else:
-        for ours, _, value in engine_flags:
-            if value is not None:
-                raise MoestreamError(f"{ours} {value} has no effect with --slots off", hint=f"leave out {ours}, or set --slots")
     argv += ["--metrics", "--host", settings.host, "--port", str(settings.port)]
     if settings.ctx is not None:
         argv += ["-c", str(settings.ctx)]

@@ -384,3 +384,18 @@ def test_a_directory_with_one_model(home: Home, tmp_path: Path) -> None:
 def test_no_engine(home: Home) -> None:
     shutil.rmtree(home.folder / "data")
     assert "moestream build" in refused(home, "--model", str(DEMO))
+@pytest.mark.parametrize("number", ["0", "257", "-1"])
+def test_io_threads_out_of_range(home: Home, number: str) -> None:
+    done = home.run(*home.start_arguments("--io-threads", number))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: --io-threads {number}: expected a number from 1 to 256\nhint: ")
+    assert home.record() is None
+
+
+def test_streaming_flags_without_streaming(home: Home) -> None:
+    off = ("--model", str(DEMO), "--slots", "off")
+    message = refused(home, *off, "--policy", "lfu", "--io", "direct")
+    assert message.startswith("error: --io direct, --policy lfu cannot be combined with --slots off")
+    assert home.servers() == []
+
+

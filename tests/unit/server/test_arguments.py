@@ -40,12 +40,30 @@ def test_slots_off_passes_nothing_of_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "flag"),
-    [({"io_threads": 4}, "--io-threads 4"), ({"io": "direct"}, "--io direct"), ({"overlap": "on"}, "--overlap on")],
+    ("change", "flags"),
+    [
+        ({"io_threads": 4}, "--io-threads 4"),
+        ({"io": "direct"}, "--io direct"),
+        ({"policy": "lru"}, "--policy lru"),
+        ({"overlap": "on"}, "--overlap on"),
+        ({"overlap": "off", "io_threads": 1}, "--io-threads 1, --overlap off"),
+    ],
 )
-def test_a_flag_without_effect_is_refused(change: dict[str, object], flag: str) -> None:
-    with pytest.raises(MoestreamError, match=f"{flag} has no effect with --slots off"):
+def test_flags_of_streaming_are_refused_without_it(change: dict[str, object], flags: str) -> None:
+    with pytest.raises(MoestreamError, match=f"^{flags} cannot be combined with --slots off"):
         build_argv(SERVER, replace(PLAIN, slots="off", **change))
+
+
+@pytest.mark.parametrize("number", [0, -1, 257])
+def test_io_threads_the_engine_would_refuse(number: int) -> None:
+    with pytest.raises(MoestreamError, match=f"--io-threads {number}: expected a number from 1 to 256"):
+        build_argv(SERVER, replace(PLAIN, io_threads=number))
+
+
+@pytest.mark.parametrize("number", [1, 256])
+def test_io_threads_at_the_ends_of_the_range(number: int) -> None:
+    argv = build_argv(SERVER, replace(PLAIN, io_threads=number))
+    assert argv[argv.index("--moe-io-threads") + 1] == str(number)
 
 
 @pytest.mark.parametrize("spelling", ["-nr", "--no-repack", "--no_repack"])
