@@ -227,6 +227,14 @@ def _context_line(plan: ServerPlan, n_ctx: int | None, parallel: int | None) -> 
 
 
 def _without_key(argv: tuple[str, ...]) -> list[str]:
+def _warn_if_open(plan: ServerPlan) -> None:
+    if plan.api_key is None and not address.is_loopback(plan.host):
+        notice(
+            f"warning: listening on {plan.host} without an API key: whoever can reach port {plan.port} can use this server "
+            "(-- --api-key-file FILE)"
+        )
+
+
     return ["…" if i and argv[i - 1] == "--api-key" else a for i, a in enumerate(argv)]
 
 
@@ -251,6 +259,7 @@ def serve(plan: ServerPlan) -> Generator[Result, None, None]:
                 facts = ask_ready_facts(plan)
                 elapsed_s = time.monotonic() - started
                 yield ready_result(plan, facts, elapsed_s=elapsed_s, supervisor_pid=os.getpid())
+                _warn_if_open(plan)
                 snapshot = supervisor.wait_exit()
         finally:
             # Not in the generator's hands alone: a failing print above must not leave the server running.
@@ -284,6 +293,7 @@ def detach(plan: ServerPlan) -> Result:
     facts = ask_ready_facts(plan)
     return ready_result(plan, facts, elapsed_s=time.monotonic() - started, supervisor_pid=detached.pid)
 
+    _warn_if_open(plan)
 
 def start(
     model: Annotated[

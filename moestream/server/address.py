@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 from dataclasses import dataclass
@@ -30,6 +31,15 @@ def _sockaddr(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object,
         raise MoestreamError(f"--host {host}: not an address of this machine ({error})", hint="use --host 127.0.0.1") from error
     family, _, _, _, address = info[0]
     return family, address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this address, or every one of this name, can be reached from this machine alone."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return bool(host) and all(ipaddress.ip_address(a.split("%")[0]).is_loopback for a in found)
+    except (OSError, UnicodeError, ValueError):
+        return False
 
 
 def bind_error(host: str, port: int) -> OSError | None:

@@ -44,6 +44,16 @@ def test_free() -> None:
     assert address.listens(os.getpid(), port) is False
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback(host: str) -> None:
+    assert address.is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "", "no such host"])
+def test_not_loopback(host: str) -> None:
+    assert not address.is_loopback(host)
+
+
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "server.sock"])
 def test_hosts_that_are_not_ours(host: str) -> None:
     with pytest.raises(MoestreamError, match=f"--host {host}"):
