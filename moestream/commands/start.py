@@ -40,6 +40,7 @@ from moestream.server.supervise import (
     ask_ready_facts,
     end_error,
     notice,
+    stop_notice,
     stop_on_signals,
 )
 from moestream.upstream import engines
@@ -121,10 +122,10 @@ def make_plan(
         MoestreamError: a wrong model, no engine, arguments that collide, an address in use.
     """
     check_extra(settings.extra, streaming=settings.streaming)
-    facts = gguf_facts.read(settings.model)
     check_streaming_flags(settings)
     if not settings.streaming:
         _check_environment()
+    facts = gguf_facts.read(settings.model)
     check_model(facts, settings.slots)
     store = RecordStore()
     port = settings.port or address.free_port(settings.host)
@@ -153,7 +154,6 @@ def make_plan(
     )
 
 
-def _check_address(store: RecordStore, host: str, port: int) -> None:
 def _check_environment() -> None:
     for name, value in sorted(os.environ.items()):
         if name.startswith("LLAMA_ARG_MOE_") and value:  # llama-server would stream after all, or refuse
@@ -163,6 +163,7 @@ def _check_environment() -> None:
             )
 
 
+def _check_address(store: RecordStore, host: str, port: int) -> None:
     try:
         address.check_free(host, port)
     except MoestreamError as error:
@@ -226,7 +227,6 @@ def _context_line(plan: ServerPlan, n_ctx: int | None, parallel: int | None) -> 
     return f"{n_ctx} tokens{more}, {parallel} {'request' if parallel == 1 else 'requests'} at a time"
 
 
-def _without_key(argv: tuple[str, ...]) -> list[str]:
 def _warn_if_open(plan: ServerPlan) -> None:
     if plan.api_key is None and not address.is_loopback(plan.host):
         notice(
@@ -235,6 +235,7 @@ def _warn_if_open(plan: ServerPlan) -> None:
         )
 
 
+def _without_key(argv: tuple[str, ...]) -> list[str]:
     return ["…" if i and argv[i - 1] == "--api-key" else a for i, a in enumerate(argv)]
 
 
@@ -258,8 +259,8 @@ def serve(plan: ServerPlan) -> Generator[Result, None, None]:
             if was_ready:
                 facts = ask_ready_facts(plan)
                 elapsed_s = time.monotonic() - started
-                yield ready_result(plan, facts, elapsed_s=elapsed_s, supervisor_pid=os.getpid())
                 _warn_if_open(plan)
+                yield ready_result(plan, facts, elapsed_s=elapsed_s, supervisor_pid=os.getpid())
                 snapshot = supervisor.wait_exit()
         finally:
             # Not in the generator's hands alone: a failing print above must not leave the server running.
@@ -268,11 +269,12 @@ def serve(plan: ServerPlan) -> Generator[Result, None, None]:
     assert end is not None
     if end.cause is not Cause.STOPPED:
         raise end_error(plan, end, was_ready=was_ready, after_s=time.monotonic() - started)
-    if end.forced and len(signals) < 2:
-        notice(f"notice: llama-server did not end on SIGTERM within {plan.stop_grace_s:g} s and was killed")
+    late = stop_notice(end, plan.stop_grace_s)
+    if late and len(signals) < 2:
+        notice(f"notice: {late}")
     if not was_ready:
         raise MoestreamError("stopped before the server was ready", exit_code=130)
-    notice("stopped")
+    notice(end.outcome.value)
 
 
 def detach(plan: ServerPlan) -> Result:
@@ -291,9 +293,9 @@ def detach(plan: ServerPlan) -> Result:
             show()
     detached.check()
     facts = ask_ready_facts(plan)
+    _warn_if_open(plan)
     return ready_result(plan, facts, elapsed_s=time.monotonic() - started, supervisor_pid=detached.pid)
 
-    _warn_if_open(plan)
 
 def start(
     model: Annotated[

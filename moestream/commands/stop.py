@@ -10,11 +10,18 @@ import typer
 
 from moestream.errors import MoestreamError
 from moestream.result import Result
+from moestream.server.process import STOP_AGAIN_S, Outcome
 from moestream.server.records import BrokenRecord, RecordStore, ServerRecord
 
 POLL_S = 0.05
 # Beyond the supervisor's own grace period, after which it kills the server by itself.
 SUPERVISOR_MARGIN_S = 5.0
+
+_DETAILS = {
+    Outcome.STOPPED: "stopped",
+    Outcome.TERMINATED: f"terminated while busy: it had not ended {STOP_AGAIN_S:g} s after SIGTERM, a second one ended it",
+    Outcome.KILLED: "killed: it did not end on SIGTERM",
+}
 
 
 def _wait_gone(record: ServerRecord, timeout_s: float) -> bool:
@@ -33,7 +40,7 @@ def stop_server(store: RecordStore, record: ServerRecord | BrokenRecord, *, grac
     that has another owner now is left alone.
 
     Returns:
-        ``port``, ``outcome`` (``stopped``, ``killed``, ``stale``) and ``detail``.
+        ``port``, ``outcome`` (a value of ``process.Outcome``, or ``stale``) and ``detail``.
     """
     if isinstance(record, BrokenRecord):
         store.remove_stale(record.port)
@@ -45,22 +52,49 @@ def stop_server(store: RecordStore, record: ServerRecord | BrokenRecord, *, grac
         ended = record.ended or "it ended without a trace"
         return {**base, "outcome": "stale", "detail": f"it did not run any more ({ended}); state file removed"}
 
-    # The supervisor ends its server gracefully. Without one the server is asked itself.
-    if not record.supervisor.send(signal.SIGTERM) and record.server is not None:
-        record.server.send(signal.SIGTERM)
-    outcome, detail = "stopped", "stopped"
-    if not _wait_gone(record, grace_s + SUPERVISOR_MARGIN_S):
+    # The supervisor ends its server and leaves a record of how. Without one the server is asked here.
+    store.want_end(record.port)
+    if record.supervisor.send(signal.SIGTERM):
+        outcome = None
+        patience_s = grace_s + SUPERVISOR_MARGIN_S
+        gone = _wait_gone(record, patience_s)
+    else:
+        outcome = Outcome.STOPPED
+        patience_s = grace_s
+        gone = _ask(record, signal.SIGTERM, min(grace_s, STOP_AGAIN_S))
+        if not gone and grace_s > STOP_AGAIN_S:
+            outcome = Outcome.TERMINATED
+            gone = _ask(record, signal.SIGTERM, grace_s - STOP_AGAIN_S)
+    if not gone:
         if record.server is not None:
             record.server.send(signal.SIGKILL, group=True)
         record.supervisor.send(signal.SIGKILL)
-        outcome, detail = "killed", f"did not end within {grace_s + SUPERVISOR_MARGIN_S:g} s and was killed"
         if not _wait_gone(record, SUPERVISOR_MARGIN_S):
             raise MoestreamError(
                 f"the server on port {record.port} (pid {pid}) does not end, not even by SIGKILL",
                 hint="it probably waits for a disk that does not answer",
             )
+        detail = f"killed: it did not end within {patience_s:g} s"
+        outcome = Outcome.KILLED
+    elif outcome is not None:
+        detail = _DETAILS[outcome]
+    else:
+        last = store.read(record.port)
+        ours = isinstance(last, ServerRecord) and last.supervisor == record.supervisor
+        try:
+            outcome = Outcome(last.outcome if ours else "")
+            detail = _DETAILS[outcome]
+        except ValueError:  # it ended by itself just then, or its record could not be written or was taken away
+            outcome = Outcome.STOPPED
+            detail = f"it ended: {last.ended}" if ours and last.ended else "it ended; how is not known"
     store.remove_stale(record.port)
-    return {**base, "outcome": outcome, "detail": detail}
+    return {**base, "outcome": outcome.value, "detail": detail}
+
+
+def _ask(record: ServerRecord, number: int, timeout_s: float) -> bool:
+    if record.server is not None:
+        record.server.send(number)
+    return _wait_gone(record, timeout_s)
 
 
 def stop(

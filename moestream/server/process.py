@@ -43,6 +43,9 @@ GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.1  # how soon a death is noticed
 PROBE_EVERY_S = 0.2
 LOG_LOOK_EVERY_S = 10.0
+# After one SIGTERM llama-server computes no more, and then may wait for ever for the requests in flight; a second one
+# makes it exit(1) at once: signal_handler in upstream's tools/server/server.cpp.
+STOP_AGAIN_S = 3.0
 
 
 class State(enum.Enum):
@@ -74,6 +77,14 @@ class Cause(enum.Enum):
     NOT_STARTED = "not-started"  # fork or exec of the guard failed
 
 
+class Outcome(enum.StrEnum):
+    """How a process that was asked to end did so."""
+
+    STOPPED = "stopped"  # on the first SIGTERM
+    TERMINATED = "terminated while busy"  # on the second one: answers in flight were cut off
+    KILLED = "killed"  # by SIGKILL
+
+
 @dataclass(frozen=True)
 class Exit:
     """How a process ended.
@@ -84,6 +95,7 @@ class Exit:
         signal: number of the signal that ended it, None when it exited.
         forced: whether it ignored SIGTERM for the grace period and got SIGKILL.
         message: for ``NOT_STARTED``: the error of the system.
+        insisted: whether it got SIGTERM a second time.
     """
 
     cause: Cause
@@ -91,6 +103,15 @@ class Exit:
     signal: int | None = None
     forced: bool = False
     message: str = ""
+    insisted: bool = False
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of the request to end."""
+        if self.forced and self.signal == signal.SIGKILL:
+            return Outcome.KILLED
+        # llama-server never exits with 0 on a second SIGTERM: with 0 it was faster than that.
+        return Outcome.TERMINATED if self.insisted and self.code != 0 else Outcome.STOPPED
 
     def __str__(self) -> str:
         if self.signal is not None:
@@ -131,7 +152,8 @@ class ServerProcess:
         probe: asks GET /health once; must return within about a second.
         is_ours: says of a pid whether the one who answers on the port is this process; None for unknown.
         ready_timeout_s: ends a process that is not ready in this time; 0 for never.
-        stop_grace_s: time between SIGTERM and SIGKILL.
+        stop_grace_s: time between the first SIGTERM and SIGKILL.
+        stop_again_s: time between the first and the second SIGTERM, which is sent when that is before SIGKILL.
         max_log_bytes: a longer log is moved aside.
         on_change: called with each new snapshot, in the thread of this object, before others see it.
         guard: ``pdeathsig`` or ``pipe``, see ``guard.py``; default by system.
@@ -146,6 +168,7 @@ class ServerProcess:
         is_ours: Callable[[int], bool | None] = lambda _pid: None,
         ready_timeout_s: float = 0.0,
         stop_grace_s: float = 10.0,
+        stop_again_s: float = STOP_AGAIN_S,
         max_log_bytes: int = 64 << 20,
         on_change: Callable[[Snapshot], None] = lambda _snapshot: None,
         guard: str | None = None,
@@ -156,6 +179,7 @@ class ServerProcess:
         self._is_ours = is_ours
         self._ready_timeout_s = ready_timeout_s
         self._stop_grace_s = stop_grace_s
+        self._stop_again_s = stop_again_s
         self._max_log_bytes = max_log_bytes
         self._on_change = on_change
         self._guard = guard or ("pdeathsig" if sys.platform == "linux" else "pipe")
@@ -175,7 +199,7 @@ class ServerProcess:
         self._thread.start()
 
     def request_stop(self) -> None:
-        """Ask it to end: SIGTERM, and SIGKILL after the grace period. A second request kills at once.
+        """Ask it to end: SIGTERM, again after some seconds, SIGKILL after the grace period. A second request kills at once.
 
         Safe in a signal handler.
         """
@@ -267,8 +291,9 @@ class ServerProcess:
         next_probe = 0.0
         next_log_look = started + LOG_LOOK_EVERY_S
         kill_at: float | None = None
+        insist_at: float | None = None
         cause = Cause.DIED
-        forced = False
+        forced = insisted = False
 
         while True:
             try:
@@ -285,6 +310,7 @@ class ServerProcess:
                         code=None if by_signal else returncode,
                         signal=-returncode if by_signal else None,
                         forced=forced,
+                        insisted=insisted,
                     ),
                 )
                 return
@@ -309,9 +335,15 @@ class ServerProcess:
             if now >= next_log_look:
                 next_log_look = now + LOG_LOOK_EVERY_S
                 limit_log(self._log_path, self._max_log_bytes)
-            if kill_at is not None and now >= kill_at and not forced:
+            if kill_at is None or forced:
+                continue
+            insist_at = now + self._stop_again_s if insist_at is None else insist_at
+            if now >= kill_at:
                 forced = True
                 self._signal(process, signal.SIGKILL)
+            elif now >= insist_at and not insisted:
+                insisted = True
+                self._signal(process, signal.SIGTERM)
 
     def _look(self, pid: int) -> Cause | None:
         """Probe once and move on. Returns a cause to end the process for."""

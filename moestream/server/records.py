@@ -146,6 +146,7 @@ class ServerRecord:
         log_path: what the server printed.
         started_s, ready_s, ended_s: seconds since the epoch; None for not yet.
         ended: how it ended, empty while it runs. Kept for servers in the background, so that ``status`` can tell.
+        outcome: a value of ``process.Outcome`` when it ended because it was asked to. Kept for ``stop``.
     """
 
     port: int
@@ -165,6 +166,7 @@ class ServerRecord:
     ready_s: float | None = None
     ended_s: float | None = None
     ended: str = ""
+    outcome: str = ""
     api_key: str | None = field(default=None, repr=False)
 
     @property
@@ -232,6 +234,9 @@ class RecordStore:
     def log_path(self, port: int) -> Path:
         return self.folder / f"{port}.log"
 
+    def _wanted_path(self, port: int) -> Path:
+        return self.folder / f"{port}.stop"
+
     def read(self, port: int) -> ServerRecord | BrokenRecord | None:
         """The record of a port, None where there is none."""
         path = self.path(port)
@@ -259,6 +264,7 @@ class RecordStore:
         with self._locked():
             other = self.read(record.port)
             if not (isinstance(other, ServerRecord) and other.alive):
+                self._wanted_path(record.port).unlink(missing_ok=True)
                 self._write(record)
                 return
         raise MoestreamError(
@@ -278,6 +284,21 @@ class RecordStore:
             if self._owned(record):
                 self.path(record.port).unlink(missing_ok=True)
 
+    def want_end(self, port: int) -> None:
+        """Let the record of the server that ends next on this port stay, for ``stop`` to read how it ended."""
+        with contextlib.suppress(MoestreamError, OSError), self._locked():  # a full disk must not keep it from ending
+            self._wanted_path(port).touch(mode=0o600)
+
+    def finish(self, record: ServerRecord) -> None:
+        """The last record of a server: taken away like ``remove``, unless ``want_end`` asked for it."""
+        with self._locked():
+            if not self._owned(record):
+                return
+            if self._wanted_path(record.port).exists():
+                self._write(record)
+            else:
+                self.path(record.port).unlink(missing_ok=True)
+
     def remove_stale(self, port: int) -> bool:
         """Take away what lies in the place of a record, unless something of it runs. Returns whether it is away."""
         with self._locked():
@@ -285,7 +306,24 @@ class RecordStore:
             if isinstance(current, ServerRecord) and current.alive:
                 return False
             self.path(port).unlink(missing_ok=True)
+            self._wanted_path(port).unlink(missing_ok=True)
             return True
+
+    def limit_logs(self, keep: int) -> None:
+        """Remove the logs of servers that have no record any more, but for the newest ``keep``.
+
+        With ``--port 0`` each start has a log of its own, which nothing would ever replace.
+        """
+        with contextlib.suppress(MoestreamError, OSError), self._locked():
+            ports = {p.name.split(".")[0] for p in (*self.folder.glob("*.log"), *self.folder.glob("*.log.1"))}
+            logs = [
+                [p for p in (self.log_path(port), self.folder / f"{port}.log.1") if p.exists()]
+                for port in map(int, filter(lambda name: name.isascii() and name.isdigit(), ports))
+                if not self.path(port).exists()
+            ]
+            logs.sort(key=lambda files: max(p.stat().st_mtime for p in files), reverse=True)
+            for path in (p for files in logs[keep:] for p in files):
+                path.unlink()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -28,11 +28,13 @@ import psutil
 from moestream.errors import MoestreamError
 from moestream.server import address
 from moestream.server.client import ServerClient, Stats
-from moestream.server.process import Cause, Exit, ServerProcess, Snapshot, State
+from moestream.server.process import STOP_AGAIN_S, Cause, Exit, Outcome, ServerProcess, Snapshot, State
 from moestream.server.records import ProcessMark, RecordStore, ServerRecord, fresh_log, tail
 
 LOG_END_LINES = 15
+REFUSAL_WITHIN_LINES = 200  # what llama-server prints after it has refused
 STOP_GRACE_S = 10.0
+KEPT_LOGS = 5  # of servers that are no more
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Supervisor:
             log_path=plan.log_path, started_s=time.time(), api_key=plan.api_key,
         )  # fmt: skip
         self.store.claim(record)
+        self.store.limit_logs(KEPT_LOGS)
         try:
             fresh_log(Path(plan.log_path))  # only now: until the claim it may be another server's
         except MoestreamError:
@@ -140,11 +143,13 @@ class Supervisor:
         if snapshot.exit is not None:
             changes["ended_s"] = time.time()
             changes["ended"] = str(snapshot.exit)
+            if snapshot.exit.cause is Cause.STOPPED:
+                changes["outcome"] = snapshot.exit.outcome.value
         self._record = replace(record, **changes)
         try:
             died_unseen = snapshot.exit is not None and snapshot.exit.cause is not Cause.STOPPED and record.ready_s
             if snapshot.state is State.EXITED and not (self.plan.detached and died_unseen):
-                self.store.remove(self._record)
+                self.store.finish(self._record)
             else:
                 self.store.update(self._record)
         except MoestreamError as error:  # a full disk must not take the server down
@@ -184,6 +189,26 @@ def stop_on_signals(action: Callable[[], None]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+def stop_notice(end: Exit, grace_s: float) -> str | None:
+    """What to say of a server that did not end on the first SIGTERM; None when it did."""
+    if end.outcome is Outcome.TERMINATED:
+        return f"llama-server was still busy {STOP_AGAIN_S:g} s after SIGTERM; a second SIGTERM ended it"
+    if end.outcome is Outcome.KILLED:
+        return f"llama-server did not end on SIGTERM within {grace_s:g} s and was killed"
+    return None
+
+
+# The engine's refusal of a model or of settings, complete in itself. Upstream's memory-fit pass meets it first and
+# logs it as a failure of its own, so that it is the only one of many lines that says something.
+_REFUSAL = re.compile(r"error loading model: (?:error loading model \w+: )?(.+?); hint: (.+)")
+
+
+def _in_our_words(hint: str) -> str:
+    """A hint of the engine with the flags of ``moestream start``: its own ones are refused after ``--``."""
+    hint = hint.replace("leave out --moe-slots", "serve without streaming: --slots off").replace("(-c)", "(--ctx)")
+    return re.sub(r"--moe-(slots|io-threads|io|policy|overlap)\b", r"--\1", hint)
+
+
 # What llama-server prints when it gives up, and what to make of it.
 _KNOWN_ENDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (
@@ -210,8 +235,13 @@ _KNOWN_ENDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
 
 
 def end_error(plan: ServerPlan, end: Exit, *, was_ready: bool, after_s: float) -> MoestreamError:
-    """The error for a server that ended without being asked to, with the end of its log."""
-    lines = tail(Path(plan.log_path), LOG_END_LINES)
+    """The error for a server that ended without being asked to: its own words, or the end of its log."""
+    lines = tail(Path(plan.log_path), REFUSAL_WITHIN_LINES)
+    if end.cause is Cause.DIED and not was_ready:
+        refusal = next((m for m in map(_REFUSAL.search, reversed(lines)) if m), None)
+        if refusal:
+            return MoestreamError(refusal[1].strip(), hint=_in_our_words(refusal[2].strip()))
+    lines = lines[-LOG_END_LINES:]
     when = f"after {after_s:.1f} s"
     hint = f"the whole log: {plan.log_path}"
     if end.cause is Cause.NOT_READY:
@@ -312,8 +342,7 @@ class Detached:
         """
         report = self._report or {}
         if "exit" in report:
-            raw = report["exit"]
-            end = Exit(Cause(raw["cause"]), raw["code"], raw["signal"], raw["forced"], raw["message"])
+            end = Exit(**{**report["exit"], "cause": Cause(report["exit"]["cause"])})
             if end.cause is Cause.STOPPED:
                 raise MoestreamError("stopped before the server was ready")
             raise end_error(self._plan, end, was_ready=False, after_s=time.monotonic() - self._started)
@@ -365,8 +394,9 @@ def _detached_main() -> None:
     if snapshot.exit.cause is not Cause.STOPPED:
         notice(f"moestream: llama-server ended: {snapshot.exit}")
         sys.exit(1)
-    if snapshot.exit.forced:
-        notice(f"moestream: llama-server did not end on SIGTERM within {plan.stop_grace_s:g} s and was killed")
+    late = stop_notice(snapshot.exit, plan.stop_grace_s)
+    if late:
+        notice(f"moestream: {late}")
 
 
 if __name__ == "__main__":

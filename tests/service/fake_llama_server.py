@@ -12,8 +12,10 @@ FAKE_LLAMA, separated by commas:
     dies-by=N         kills itself with signal N before it is ready
     dies-later=S      exits with code 9, S seconds after it became ready
     ignores-sigterm
+    busy              goes on after the first SIGTERM, exits with code 1 on the second, as llama-server with a long answer
     prints-much=M     prints M MiB before it is ready
     unknown-arch      gives up as llama-server does on an architecture it does not know
+    refuses           gives up as moestream's llama-server does on settings it refuses
     no-stats          404 on /moe/stats, as stock llama-server
     streaming-off
     needs-key=K       401 on everything but /health without this API key
@@ -111,11 +113,33 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"choices": [{"message": {"role": "assistant", "content": content}}]})
 
 
+def on_sigterm_while_busy(number, frame):
+    def again(number, frame):
+        log("Received second interrupt, terminating immediately.")
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, again)
+
+
+REFUSAL = """\
+0.00.077.990 E llama_model_load: error loading model: --moe-slots auto: 6 slots take 9.5 MiB; hint: a smaller context (-c), or --moe-slots 6
+0.00.078.678 E llama_model_load_from_file_impl: failed to load model
+0.00.083.041 E common_fit_params: encountered an error while trying to fit params to free device memory: failed to load model
+0.00.101.753 E llama_model_load: error loading model: --moe-slots auto: 6 slots take 9.5 MiB; hint: a smaller context (-c), or --moe-slots 6
+0.00.101.779 E llama_model_load_from_file_impl: failed to load model
+0.00.101.792 E cmn  common_init_: failed to load model 'm.gguf'
+0.00.101.807 E srv    load_model: failed to load model, 'm.gguf'
+0.00.101.813 I srv    operator(): operator(): cleaning up before exit...
+0.00.106.712 E srv  llama_server: exiting due to model loading error"""
+
+
 def main():
     global READY_AT
     log("fake llama-server " + " ".join(sys.argv[1:]))
     if "ignores-sigterm" in FAULTS:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif "busy" in FAULTS:
+        signal.signal(signal.SIGTERM, on_sigterm_while_busy)
     else:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     if "prints-much" in FAULTS:
@@ -129,6 +153,9 @@ def main():
         sys.exit(int(FAULTS["dies-at-once"]))
     if "unknown-arch" in FAULTS:
         log("llama_model_load: error loading model: unknown model architecture: 'marvin42'")
+        sys.exit(1)
+    if "refuses" in FAULTS:
+        log(REFUSAL)
         sys.exit(1)
     if "dies-by" in FAULTS:
         os.kill(os.getpid(), int(FAULTS["dies-by"]))

@@ -174,6 +174,13 @@ def test_unknown_architecture(home: Home, detach: tuple[str, ...]) -> None:
     assert done.stderr.startswith("error: llama.cpp does not know the model's architecture 'marvin42'")
 
 
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+def test_a_refusal_is_shown_in_the_engine_s_words_alone(home: Home, detach: tuple[str, ...]) -> None:
+    done = home.run(*home.start_arguments(*detach), fake="refuses")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: --moe-slots auto: 6 slots take 9.5 MiB\nhint: a smaller context (--ctx), or --slots 6\n"
+
+
 def test_death_while_serving_is_reported(home: Home) -> None:
     process = home.popen(*home.start_arguments("--json"), fake="dies-later=0.5")
     server = ready_report(process)
@@ -231,28 +238,21 @@ def test_ignored_sigterm_becomes_sigkill_with_a_notice(home: Home) -> None:
     process.terminate()
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0
-    assert "did not end on SIGTERM within 1 s and was killed" in errors
+    assert "did not end on SIGTERM within 1 s and was killed\nkilled\n" in errors
     all_gone(home)
 
 
-def test_second_ctrl_c_kills_at_once(home: Home) -> None:
-    process = home.popen(*home.start_arguments("--json"), fake="ignores-sigterm")  # a grace period of 10 s
+def test_ctrl_c_while_busy_becomes_a_second_sigterm_with_a_notice(home: Home) -> None:
+    process = home.popen(*home.start_arguments("--json"), fake="busy")
     ready_report(process)
     process.send_signal(signal.SIGINT)
-    home.record_in_state("stopping")
-    begun = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0
-    assert time.monotonic() - begun < 5
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert errors.endswith(
+        "notice: llama-server was still busy 3 s after SIGTERM; a second SIGTERM ended it\nterminated while busy\n"
+    )
     all_gone(home)
 
-
-def test_stdout_that_is_closed_stops_the_server(home: Home) -> None:
-    process = home.popen(*home.start_arguments(), fake="slow=0.5")
-    assert process.stdout is not None
-    process.stdout.close()
-    process.wait(20)
-    all_gone(home)
 
 def test_ctrl_c_during_imports_is_quiet(home: Home, tmp_path: Path) -> None:
     """An import that goes wrong when it is interrupted, as some of C extensions do."""
@@ -273,6 +273,25 @@ def test_ctrl_c_during_imports_is_quiet(home: Home, tmp_path: Path) -> None:
     rest, errors = process.communicate(timeout=20)
     assert (process.returncode, rest, errors) == (130, "", "")
 
+
+def test_second_ctrl_c_kills_at_once(home: Home) -> None:
+    process = home.popen(*home.start_arguments("--json"), fake="ignores-sigterm")  # a grace period of 10 s
+    ready_report(process)
+    process.send_signal(signal.SIGINT)
+    home.record_in_state("stopping")
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+    assert time.monotonic() - begun < 5
+    all_gone(home)
+
+
+def test_stdout_that_is_closed_stops_the_server(home: Home) -> None:
+    process = home.popen(*home.start_arguments(), fake="slow=0.5")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait(20)
+    all_gone(home)
 
 
 def test_port_in_use_names_the_process(home: Home) -> None:
@@ -313,6 +332,39 @@ def test_port_0_chooses_one(home: Home) -> None:
     port = json.loads(done.stdout)["port"]
     assert port > 0
     assert home.run("stop", "--port", str(port)).returncode == 0
+
+
+def test_logs_of_failed_starts_do_not_pile_up(home: Home) -> None:
+    folder = home.folder / "state" / "servers"
+    assert home.run(*home.start_arguments("--detach")).returncode == 0
+    for port in range(1, 10):
+        (folder / f"{port}.log").write_text(f"{port}\n")
+        os.utime(folder / f"{port}.log", (port, port))
+    (folder / "3.log.1").touch()  # belongs to 3.log and is the newest of all
+    done = home.run("start", "--model", str(DEMO), "--port", "0", fake="dies-at-once=3")
+    assert done.returncode == 1
+    assert Path(done.stderr.rsplit("the whole log: ")[1].strip()).exists()
+    kept = {p.name for p in folder.glob("[1-9].*")}
+    assert kept == {"9.log", "8.log", "7.log", "6.log", "3.log", "3.log.1"}
+    assert (folder / f"{home.port}.log").exists()  # of one that runs
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_an_open_address_without_a_key_is_told(home: Home, detach: bool) -> None:
+    def errors(*arguments: str) -> str:
+        if detach:
+            done = home.run(*home.start_arguments("--detach", "--json", *arguments))
+            home.run("stop")
+            return done.stderr
+        process = home.popen(*home.start_arguments("--json", *arguments))
+        ready_report(process)
+        process.terminate()
+        return process.communicate(timeout=20)[1]
+
+    warning = f"warning: listening on 0.0.0.0 without an API key: whoever can reach port {home.port} can use this server "
+    assert [line for line in errors("--host", "0.0.0.0").splitlines() if line.startswith(warning)]
+    assert "warning" not in errors("--host", "0.0.0.0", "--", "--api-key", "k")
+    assert "warning" not in errors()
 
 
 def test_api_key_is_used_and_not_shown(home: Home) -> None:
@@ -368,6 +420,21 @@ def test_wrong_models_are_refused_before_anything_runs(home: Home, tmp_path: Pat
     assert home.servers() == []
 
 
+@pytest.mark.parametrize("number", ["0", "257", "-1"])
+def test_io_threads_out_of_range(home: Home, number: str) -> None:
+    done = home.run(*home.start_arguments("--io-threads", number))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: --io-threads {number}: expected a number from 1 to 256\nhint: ")
+    assert home.record() is None
+
+
+def test_streaming_flags_without_streaming(home: Home) -> None:
+    off = ("--model", str(DEMO), "--slots", "off")
+    message = refused(home, *off, "--policy", "lfu", "--io", "direct")
+    assert message.startswith("error: --io direct, --policy lfu cannot be combined with --slots off")
+    assert home.servers() == []
+
+
 def test_arguments_that_collide(home: Home) -> None:
     message = refused(home, "--model", str(DEMO), "--", "--moe_slots", "9")
     assert "--moe_slots" in message and "--slots" in message
@@ -384,18 +451,3 @@ def test_a_directory_with_one_model(home: Home, tmp_path: Path) -> None:
 def test_no_engine(home: Home) -> None:
     shutil.rmtree(home.folder / "data")
     assert "moestream build" in refused(home, "--model", str(DEMO))
-@pytest.mark.parametrize("number", ["0", "257", "-1"])
-def test_io_threads_out_of_range(home: Home, number: str) -> None:
-    done = home.run(*home.start_arguments("--io-threads", number))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: --io-threads {number}: expected a number from 1 to 256\nhint: ")
-    assert home.record() is None
-
-
-def test_streaming_flags_without_streaming(home: Home) -> None:
-    off = ("--model", str(DEMO), "--slots", "off")
-    message = refused(home, *off, "--policy", "lfu", "--io", "direct")
-    assert message.startswith("error: --io direct, --policy lfu cannot be combined with --slots off")
-    assert home.servers() == []
-
-

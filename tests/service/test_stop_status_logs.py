@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -107,6 +108,56 @@ def test_stop_kills_what_ignores_sigterm(home: Home) -> None:
     assert json.loads(done.stdout)["servers"][0]["outcome"] == "killed"
     assert home.servers() == []
     assert not running(report["supervisor_pid"])
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_stop_of_a_busy_server(home: Home, detach: bool) -> None:
+    if detach:
+        start_detached(home, "busy")
+    else:
+        process = home.popen(*home.start_arguments(), fake="busy")
+        home.record_in_state("ready")
+    begun = time.monotonic()
+    done = home.run("stop", *["--json"] * detach)
+    assert 3 < time.monotonic() - begun < 8  # and not the 10 s after which it would be killed
+    if detach:
+        [report] = json.loads(done.stdout)["servers"]
+        assert report["outcome"] == "terminated while busy"
+        assert "second interrupt" in home.run("logs").stdout
+        assert "a second SIGTERM ended it" in home.run("logs").stdout
+    else:
+        expected = "terminated while busy: it had not ended 3 s after SIGTERM, a second one ended it"
+        assert done.stdout == f"port {home.port}: {expected}\n"
+        assert process.communicate(timeout=20)[1].endswith("a second SIGTERM ended it\nterminated while busy\n")
+    assert home.servers() == []
+    assert sorted(p.name for p in (home.folder / "state" / "servers").iterdir()) == [".lock", f"{home.port}.log"]
+
+
+def test_stop_tells_that_the_supervisor_had_to_kill(home: Home) -> None:
+    start_detached(home, "ignores-sigterm")
+    done = home.run("stop", "--json")
+    assert json.loads(done.stdout)["servers"][0]["outcome"] == "killed"
+    assert home.servers() == []
+    assert home.record() is None
+
+
+def test_an_unsupervised_busy_server_gets_the_second_sigterm_too(home: Home) -> None:
+    start_detached(home)
+    home.run("stop")
+    argv = [str(home.server), "--host", "127.0.0.1", "--port", str(home.port)]
+    stand_in = subprocess.Popen(argv, env=home.environment("busy"))
+    try:
+        _record_of(home, stand_in.pid, argv)
+        until(lambda: [s["state"] for s in servers(home)] == ["ready"], "ready")
+        reaper = threading.Thread(target=stand_in.wait)
+        reaper.start()
+        done = home.run("stop", "--json")
+        reaper.join()
+        assert json.loads(done.stdout)["servers"][0]["outcome"] == "terminated while busy"
+        assert stand_in.returncode == 1
+    finally:
+        stand_in.kill()
+        stand_in.wait()
 
 
 def test_stop_without_a_supervisor(home: Home) -> None:

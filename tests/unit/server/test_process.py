@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moestream.server.client import Health
-from moestream.server.process import Cause, Exit, ServerProcess, Snapshot, State
+from moestream.server.process import Cause, Exit, Outcome, ServerProcess, Snapshot, State
 
 DEADLINE_S = 20.0
 
@@ -53,7 +53,9 @@ def test_life(tmp_path: Path, guard: str) -> None:
     run.process.start()
     assert run.wait(lambda s: s.settled).state is State.READY
     run.process.request_stop()
-    assert run.wait().exit == Exit(Cause.STOPPED, signal=signal.SIGTERM)
+    end = run.wait().exit
+    assert end == Exit(Cause.STOPPED, signal=signal.SIGTERM)
+    assert end.outcome is Outcome.STOPPED
     assert run.seen == [State.STARTING, State.LOADING, State.READY, State.STOPPING, State.EXITED]
     assert run.threads == {"moestream-server"}  # one writer
     assert run.log.read_text() == "hello\n"
@@ -83,6 +85,32 @@ def test_grace_then_kill(tmp_path: Path, guard: str) -> None:
     run.process.request_stop()
     end = run.wait().exit
     assert end == Exit(Cause.STOPPED, signal=signal.SIGKILL, forced=True)
+    assert end.outcome is Outcome.KILLED
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_second_sigterm_before_the_kill(tmp_path: Path, guard: str, times: int) -> None:
+    """The stand-in ends on SIGTERM number ``times``, as llama-server does."""
+    script = f"n=0; trap 'n=$((n+1)); [ $n = {times} ] && exit 1' TERM; echo up; while :; do sleep 0.05; done"
+    run = Run(tmp_path, script, Health.READY, guard=guard, stop_again_s=0.5)
+    run.process.start()
+    run.wait(lambda s: s.state is State.READY)
+    while "up" not in (run.log.read_text() if run.log.exists() else ""):
+        time.sleep(0.01)
+    run.process.request_stop()
+    end = run.wait().exit
+    assert end == Exit(Cause.STOPPED, code=1, insisted=times == 2)
+    assert end.outcome is (Outcome.STOPPED if times == 1 else Outcome.TERMINATED)
+
+
+def test_outcomes() -> None:
+    def outcome(**how: object) -> str:
+        return Exit(Cause.STOPPED, **how).outcome.value  # type: ignore[arg-type]
+
+    assert outcome(code=0, insisted=True) == "stopped"  # it was faster than the signal
+    assert outcome(code=0, insisted=True, forced=True) == "stopped"
+    assert outcome(signal=signal.SIGABRT, insisted=True) == "terminated while busy"  # exit() beside running threads
+    assert outcome(signal=signal.SIGKILL, insisted=True, forced=True) == "killed"
 
 
 @pytest.mark.parametrize("health", [Health.LOADING, Health.SILENT, Health.WRONG, Health.REFUSED])

@@ -148,6 +148,43 @@ def test_one_of_many_claims_wins(store: RecordStore, sleeper: subprocess.Popen[b
     assert [str(i) for i in won] == [current.engine_id]
 
 
+def test_the_last_record_stays_for_who_asked_for_it(store: RecordStore) -> None:
+    ours = record(ProcessMark.of(os.getpid()))
+    store.claim(ours)
+    store.finish(ours)
+    assert store.read(8080) is None
+    store.claim(ours)
+    store.want_end(8080)
+    store.finish(replace(ours, supervisor=GONE, outcome="killed"))
+    assert store.read(8080) == ours  # not its owner
+    last = replace(ours, supervisor=ours.supervisor, outcome="stopped")
+    store.finish(last)
+    assert store.read(8080) == last
+
+
+def test_a_wish_dies_with_its_server(store: RecordStore) -> None:
+    store.claim(record(GONE))
+    store.want_end(8080)
+    assert store.remove_stale(8080) is True
+    assert [p.name for p in store.folder.iterdir()] == [".lock"]
+    store.want_end(8080)
+    ours = record(ProcessMark.of(os.getpid()))
+    store.claim(ours)
+    store.finish(ours)
+    assert store.read(8080) is None
+
+
+def test_limit_logs_keeps_the_newest_and_those_with_a_record(store: RecordStore) -> None:
+    store.claim(record(GONE))
+    for port in (1, 2, 3, 8080):
+        store.log_path(port).touch()
+        os.utime(store.log_path(port), (port, port))
+    (store.folder / "4.log.1").touch()
+    (store.folder / "notes.log").touch()
+    store.limit_logs(keep=2)
+    assert {p.name for p in store.folder.iterdir()} == {"3.log", "4.log.1", "8080.log", "8080.json", "notes.log", ".lock"}
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": "moestream/server-record/1"}', '{"schema": "other/9"}'])
 def test_broken_records(store: RecordStore, text: str) -> None:
     store.claim(record(GONE))

@@ -108,3 +108,50 @@ def test_what_llama_server_says_at_its_end(engine: None, line: str, what: str, h
     assert what in error.message.splitlines()[0]
     assert error.message.endswith(f"\n  first\n  {line}")
     assert error.hint is not None and hint in error.hint
+
+
+def refusal(plan: ServerPlan, *lines: str) -> MoestreamError:
+    Path(plan.log_path).parent.mkdir(parents=True, exist_ok=True)
+    Path(plan.log_path).write_text("".join(f"{line}\n" for line in lines))
+    return end_error(plan, Exit(Cause.DIED, code=1), was_ready=False, after_s=1.5)
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "hint"),
+    [
+        ("5 is too few; hint: --moe-slots 6 or more", "5 is too few", "--slots 6 or more"),
+        ("no experts (a; b); hint: leave out --moe-slots", "no experts (a; b)", "serve without streaming: --slots off"),
+        (
+            "error loading model hyperparameters: --moe-io direct: x; hint: --moe-io buffered",
+            "--moe-io direct: x",
+            "--io buffered",
+        ),
+        ("x; hint: fewer --moe-io-threads, a smaller context (-c)", "x", "fewer --io-threads, a smaller context (--ctx)"),
+    ],
+)
+def test_a_refusal_of_the_engine(engine: None, line: str, message: str, hint: str) -> None:
+    """It is found among all that follows it, also beyond the lines of a log's end that are shown."""
+    misleading = "common_fit_params: encountered an error while trying to fit params to free device memory"
+    error = refusal(plan_of(), f"E llama_model_load: error loading model: {line}", misleading, *["more"] * 30)
+    assert (error.message, error.hint) == (message, hint)
+
+
+def test_a_model_error_of_upstream_keeps_the_log(engine: None) -> None:
+    error = refusal(plan_of(), "llama_model_load: error loading model: tensor 'x' is not within the file bounds")
+    assert "tensor 'x' is not within the file bounds" in error.message
+    assert "the end of its log" in error.message
+
+
+def test_a_refusal_long_ago_is_not_why_a_server_dies(engine: None) -> None:
+    plan = plan_of()
+    refusal(plan, "error loading model: x; hint: y")
+    assert end_error(plan, Exit(Cause.DIED, code=1), was_ready=True, after_s=1.5).message.startswith("llama-server ended while")
+
+
+def test_streaming_from_the_environment_without_streaming(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_MOE_SLOTS", "")
+    assert not any("moe" in a for a in plan_of(slots="off").argv if a.startswith("--"))
+    monkeypatch.setenv("LLAMA_ARG_MOE_SLOTS", "8")
+    assert plan_of(slots="auto").slots == "auto"
+    with pytest.raises(MoestreamError, match="LLAMA_ARG_MOE_SLOTS=8 in the environment cannot be combined with --slots off"):
+        plan_of(slots="off")
