@@ -21,15 +21,16 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	for tool in cmake ninja; do \
+	@for tool in cmake ninja; do \
 	  command -v $$tool >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $$tool || exit 1; \
 	done
 	touch $@
 
 venv: $(VENV)/.installed
 
+# UI=1: with llama-server's web page, where npm is present
 engine: venv
-	$(BIN)/moestream build
+	$(if $(UI),$(BIN)/moestream build,$(BUILD))
 
 # The product's programs, and upstream's tests with our test series on top, from one build tree.
 engine-tests: venv

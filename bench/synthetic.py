@@ -152,6 +152,7 @@ def write_model(
     for t in tensors:
         writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.size_bytes, raw_dtype=t.type)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -170,7 +171,7 @@ def write_model(
     except OSError as e:
         path.unlink(missing_ok=True)
         raise MoestreamError(
-            f"cannot write {path} ({total} bytes): {e.strerror or e}", hint="check the free space of that disk"
+            f"cannot write {path} ({total} bytes): {e.strerror or e}", hint="check the folder and the free space of its disk"
         ) from e
     return path
 

@@ -33,6 +33,9 @@ const std::vector<moe_flag> & moe_flags();
 bool moe_parse_flag(int argc, char ** argv, int & i, std::vector<llama_model_kv_override> & overrides);
 std::string moe_flags_help(); // for the tools that print their own usage
 
+// a log callback for tools that print nothing of the library's: errors (such as why --moe-slots was refused), and what is in force
+void moe_log_errors(enum ggml_log_level level, const char * text, void * user_data);
+
 // overrides terminated as upstream wants it, null when there are none; valid while overrides lives unchanged
 const llama_model_kv_override * moe_overrides_data(std::vector<llama_model_kv_override> & overrides);
 

@@ -155,6 +155,12 @@ std::string moe_flags_help() {
     return out;
 }
 
+void moe_log_errors(enum ggml_log_level level, const char * text, void * /*user_data*/) {
+    if (level == GGML_LOG_LEVEL_ERROR || strncmp(text, "moestream: ", 11) == 0) {
+        fputs(text, stderr);
+    }
+}
+
 const llama_model_kv_override * moe_overrides_data(std::vector<llama_model_kv_override> & overrides) {
     if (overrides.empty()) {
         return nullptr;

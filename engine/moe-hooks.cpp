@@ -369,20 +369,21 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
     int32_t & n_slot = decided[{ ml.arch_name, ml.n_bytes, n_ctx }];
     if (n_slot == 0) {
         moe::slot_budget b;
-        // one tenth and 512 MiB for compute buffers, the program itself, and whatever else runs
-        const uint64_t reserve = moe.memory.available_bytes / 10 + (512ull << 20);
-        b.available_bytes = moe.memory.available_bytes > reserve ? moe.memory.available_bytes - reserve : 0;
+        // for the program itself, its compute buffers, and whatever else runs
+        const uint64_t reserve = moe.memory.available_bytes / 10 + std::min<uint64_t>(512ull << 20, moe.memory.available_bytes / 8);
+        b.available_bytes = moe.memory.available_bytes - reserve;
         b.resident_bytes  = moe.dense_bytes + kv_bytes_estimate(hparams, n_ctx);
         b.staging_bytes   = 2 * moe.half_bytes;
         b.slot_bytes      = slot_bytes;
         b.n_expert        = (int32_t) n_expert_max;
         n_slot = moe::slots_that_fit(b);
         if (n_slot < n_used_max) {
-            const double need = (b.resident_bytes + b.staging_bytes + n_used_max * slot_bytes + (512 << 20)) / 0.9 / 1073741824.0;
             decided.erase({ ml.arch_name, ml.n_bytes, n_ctx });
-            throw std::runtime_error(format("--moe-slots auto: not even %lld slots a layer fit into the %.2f GiB available (%s); about %.2f GiB are needed; "
-                    "hint: a smaller context (-c), or free memory",
-                    (long long) n_used_max, moe.memory.available_bytes / 1073741824.0, moe.memory.limited_by.c_str(), need));
+            const auto mib = [](uint64_t n) { return n / 1048576.0; };
+            throw std::runtime_error(format("--moe-slots auto: %lld slots a layer, the fewest there can be, take %.1f MiB (%.1f of them KV cache for a context of %lld), "
+                    "and with a margin %.1f of the %.1f MiB available (%s) may be used; hint: a smaller context (-c), free memory, or --moe-slots %lld to try all the same",
+                    (long long) n_used_max, mib(b.resident_bytes + b.staging_bytes + n_used_max * slot_bytes), mib(kv_bytes_estimate(hparams, n_ctx)),
+                    (long long) n_ctx, mib(b.available_bytes), mib(moe.memory.available_bytes), moe.memory.limited_by.c_str(), (long long) n_used_max));
         }
     }
     moe.n_slot = n_slot;
@@ -393,6 +394,15 @@ std::shared_ptr<moe_stream> moe_load_begin(
         const std::vector<llama_device> & devices) {
     const auto * slots = setting(ml, "moestream.slots", LLAMA_KV_OVERRIDE_TYPE_INT);
     if (!slots || slots->val_i64 == 0) {
+        static const std::pair<const char *, const char *> needs_slots[] = {
+            { "moestream.io_threads", "--moe-io-threads" }, { "moestream.io", "--moe-io" },
+            { "moestream.policy", "--moe-policy" }, { "moestream.overlap", "--moe-overlap" },
+        };
+        for (const auto & [key, flag] : needs_slots) {
+            if (ml.kv_overrides.count(key)) {
+                throw std::runtime_error(format("%s does nothing without --moe-slots; hint: add --moe-slots N, or leave out %s", flag, flag));
+            }
+        }
         return nullptr;
     }
 
