@@ -182,7 +182,7 @@ def test_a_refusal_is_shown_in_the_engine_s_words_alone(home: Home, detach: tupl
 
 
 def test_death_while_serving_is_reported(home: Home) -> None:
-    process = home.popen(*home.start_arguments("--json"), fake="dies-later=0.5")
+    process = home.popen(*home.start_arguments("--json"), fake="dies-later=3")
     server = ready_report(process)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1

@@ -250,7 +250,7 @@ def test_unreadable_record(home: Home) -> None:
 
 
 def test_a_detached_server_that_died_is_told_afterwards(home: Home) -> None:
-    start_detached(home, "dies-later=0.2")
+    start_detached(home, "dies-later=3")
     home.record_in_state("exited")
     [status] = servers(home)
     assert (status["state"], status["ended"]) == ("ended", "exit code 9")
