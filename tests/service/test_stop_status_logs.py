@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+import psutil
 import pytest
 from service_harness import DEMO, Home, free_port, running, until
 
@@ -297,7 +298,8 @@ def test_logs(home: Home) -> None:
 def test_logs_follow_until_the_server_ends(home: Home) -> None:
     start_detached(home)
     process = home.popen("logs", "-f", "-n", "0")
-    home.run("status")  # its question is in the log
+    until(lambda: any(f.path.endswith(".log") for f in psutil.Process(process.pid).open_files()), "the log is open")
+    home.run("status")  # its question is in the log, behind what was there when it was opened
     assert process.stdout is not None
     assert "GET /" in process.stdout.readline()
     home.run("stop")
