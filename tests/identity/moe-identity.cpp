@@ -88,8 +88,9 @@ uint64_t field(const std::string & json, const std::string & key, const std::str
 }
 
 model_ptr load(const options & o, const std::string & slots) {
-    std::vector<llama_model_kv_override> overrides = o.moe;
-    if (!slots.empty()) {
+    std::vector<llama_model_kv_override> overrides;
+    if (!slots.empty()) { // the other flags are refused where nothing is streamed
+        overrides = o.moe;
         moe_flags()[0].apply(overrides, slots);
     }
     llama_model_params params = llama_model_default_params();
