@@ -44,8 +44,18 @@ PRODUCT_TARGETS = (
     "llama-gguf-split",
     "llama-completion",
 )
-# Upstream's test that makes a tiny model of every architecture, and a program that must refuse to stream.
-UPSTREAM_TEST_TARGETS = ("test-llama-archs", "llama-imatrix")
+# Upstream's tests of what our patches touch (the first one also makes a tiny model of every architecture), and a program that
+# must refuse to stream.
+UPSTREAM_TEST_TARGETS = (
+    "test-llama-archs",
+    "test-backend-ops",
+    "test-save-load-state",
+    "test-recurrent-state-rollback",
+    "test-state-restore-fragmented",
+    "test-thread-safety",
+    "test-arg-parser",
+    "llama-imatrix",
+)
 
 _BACKEND_OPTION = {"cuda": "GGML_CUDA", "vulkan": "GGML_VULKAN", "metal": "GGML_METAL", "hip": "GGML_HIP"}
 _BUILD_ESTIMATE_BYTES = {"cpu": 300 * MIB, "vulkan": 900 * MIB, "metal": 600 * MIB, "cuda": 3000 * MIB, "hip": 3000 * MIB}
