@@ -5,38 +5,30 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 from fixture_models import tool
+from waiting import free_port, until
 
 READY_DEADLINE_S = 60.0
-
-
-def until(condition: Callable[[], Any], what: str, deadline_s: float = 30.0) -> Any:
-    """Wait until ``condition`` is true and return its value; fail with ``what`` when it stays false."""
-    end = time.monotonic() + deadline_s
-    while not (value := condition()):
-        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.02)
-    return value
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Without the settings of whoever runs the tests."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("LLAMA_", "MOESTREAM_", "GGML_"))}
     return {**kept, **(more or {})}
+
+
+def completion_body(prompt: str | list[int], n_tokens: int, **more: Any) -> dict[str, Any]:
+    """What /completion is asked: greedy, the prompt computed in full each time, exactly so many tokens."""
+    return {
+        "prompt": prompt, "n_predict": n_tokens, "temperature": 0, "seed": 1, "cache_prompt": False,
+        "return_tokens": True, "ignore_eos": True, **more,
+    }  # fmt: skip
 
 
 class LlamaServer:
@@ -98,15 +90,10 @@ class LlamaServer:
     def tail(self) -> str:
         return "\n".join(self.text().splitlines()[-30:])
 
-    def post_completion(self, prompt: str, n_tokens: int, **more: Any) -> httpx.Response:
-        """Greedy; the prompt is computed in full each time."""
-        body = {
-            "prompt": prompt, "n_predict": n_tokens, "temperature": 0, "seed": 1, "cache_prompt": False,
-            "return_tokens": True, "ignore_eos": True, **more,
-        }  # fmt: skip
-        return self.http.post("/completion", json=body)
+    def post_completion(self, prompt: str | list[int], n_tokens: int, **more: Any) -> httpx.Response:
+        return self.http.post("/completion", json=completion_body(prompt, n_tokens, **more))
 
-    def complete(self, prompt: str, n_tokens: int, **more: Any) -> list[int]:
+    def complete(self, prompt: str | list[int], n_tokens: int, **more: Any) -> list[int]:
         """The tokens of the answer."""
         answer = self.post_completion(prompt, n_tokens, **more)
         assert answer.status_code == 200, f"{answer.status_code} {answer.text}\n{self.tail()}"

@@ -1,4 +1,4 @@
-"""The fixture ``home``. The helpers lie beside it, and pytest's importlib mode does not put this folder on the path."""
+"""The fixture ``home``. The helpers lie beside it and one folder up, and pytest's importlib mode puts neither on the path."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from service_harness import Home

@@ -6,16 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
+from waiting import free_port, until
 
 from moestream.upstream import engines
 from moestream.upstream.pin import load_pin
@@ -23,23 +20,6 @@ from moestream.upstream.pin import load_pin
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_llama_server.py")
 DEMO = ROOT / "demo" / "moestream-demo-q4_0.gguf"
-DEADLINE_S = 30.0
-
-
-def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Wait until ``condition`` is true and return its value; fail with ``what`` when it stays false."""
-    end = time.monotonic() + deadline_s
-    while not (value := condition()):
-        if time.monotonic() > end:
-            pytest.fail(f"not within {deadline_s:g} s: {what}")
-        time.sleep(0.02)
-    return value
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def running(pid: int) -> bool:

@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 import pytest
-from service_harness import DEMO, ROOT, Home, free_port, running, until
+from service_harness import DEMO, ROOT, Home, running
+from waiting import free_port, until
 
 
 def ready_report(process: subprocess.Popen[str]) -> dict[str, Any]:

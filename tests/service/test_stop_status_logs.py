@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from service_harness import DEMO, Home, free_port, running, until
+from service_harness import DEMO, Home, running
+from waiting import free_port, until
 
 
 def start_detached(home: Home, fake: str = "", port: int | None = None) -> dict[str, Any]:
