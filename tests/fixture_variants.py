@@ -1,0 +1,110 @@
+"""Models made from the tiny ones of fixture_models: deeper, with a head that predicts the token after next, and adapters to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import gguf
+import numpy as np
+from fixture_models import EXPERTS, copy_metadata, finish
+
+BLOCK = re.compile(r"^blk\.(\d+)\.")
+
+
+def _architecture(reader: gguf.GGUFReader) -> str:
+    return reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
+
+
+def _n_blocks(reader: gguf.GGUFReader) -> int:
+    return reader.fields[f"{_architecture(reader)}.block_count"].contents()
+
+
+def _grown(
+    source: Path, target: Path, origins: list[int], more: dict[str, int], head: Iterable[tuple[str, np.ndarray]] = ()
+) -> None:
+    """``source`` with further blocks, each like the block ``origins`` names, but with other weights; lists with a value for
+    each block grow alike. ``more``: metadata that replace what is there; ``head``: further tensors."""
+    reader = gguf.GGUFReader(source)
+    arch = _architecture(reader)
+    n = _n_blocks(reader)
+    more = {f"{arch}.{name}": value for name, value in {"block_count": n + len(origins), **more}.items()}
+    writer = gguf.GGUFWriter(target, arch)
+    done = set()
+    for field in reader.fields.values():
+        value = field.contents()
+        if field.name in more:
+            writer.add_uint32(field.name, more[field.name])
+            done.add(field.name)
+        elif isinstance(value, list) and len(value) == n and field.name.startswith(f"{arch}.") and "rope" not in field.name:
+            grown = value + [value[i] for i in origins]
+            writer.add_key_value(field.name, grown, gguf.GGUFValueType.ARRAY, field.types[-1])
+            done.add(field.name)
+    assert done >= more.keys(), more.keys() - done
+    copy_metadata(reader, writer, done)
+
+    rng = np.random.default_rng(2)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for i, origin in enumerate(origins):
+        for tensor in reader.tensors:
+            match = BLOCK.match(tensor.name)
+            if not match or int(match[1]) != origin:
+                continue
+            assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
+            data = tensor.data
+            if data.ndim > 1:  # the same numbers elsewhere: they stay as large as they are
+                data = np.roll(data[rng.permutation(data.shape[0])], i + 1, axis=1)
+            writer.add_tensor(BLOCK.sub(f"blk.{n + i}.", tensor.name), np.ascontiguousarray(data))
+    for name, data in head:
+        writer.add_tensor(name, data)
+    finish(writer)
+
+
+def deepen(source: Path, target: Path, n_more: int = 2) -> Path:
+    """``n_more`` blocks more, in the order of those there are, or all like the last one when the others have no experts.
+
+    Staging's two halves are used by the layers in turn: with up to two of them, what a half holds is never replaced.
+    """
+    reader = gguf.GGUFReader(source)
+    n = _n_blocks(reader)
+    with_experts = {int(BLOCK.match(t.name)[1]) for t in reader.tensors if EXPERTS.search(t.name)}
+    origins = [(n + i) % n if len(with_experts) == n else n - 1 for i in range(n_more)]
+    _grown(source, target, origins, {})
+    return target
+
+
+def add_mtp(source: Path, target: Path) -> Path:
+    """A head behind the last block that predicts the token after next ("nextn", MTP): a block like the last, with experts."""
+    reader = gguf.GGUFReader(source)
+    n = _n_blocks(reader)
+    d = reader.fields[f"{_architecture(reader)}.embedding_length"].contents()
+    rng = np.random.default_rng(3)
+    head = [
+        (f"blk.{n}.nextn.eh_proj.weight", (rng.standard_normal((d, 2 * d)) / np.sqrt(2 * d)).astype(np.float32)),
+        (f"blk.{n}.nextn.enorm.weight", np.ones(d, np.float32)),
+        (f"blk.{n}.nextn.hnorm.weight", np.ones(d, np.float32)),
+    ]
+    _grown(source, target, [n - 1], {"nextn_predict_layers": 1}, head)
+    return target
+
+
+def write_lora(model: Path, target: Path, tensors: str, rank: int = 4, seed: int = 1, size: float = 0.02) -> int:
+    """An adapter to those weights of a model whose names match ``tensors``; each expert has matrices of its own. How many there are."""
+    reader = gguf.GGUFReader(model)
+    writer = gguf.GGUFWriter(target, _architecture(reader))
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(2 * rank))
+    rng = np.random.default_rng(seed)
+    n = 0
+    for tensor in reader.tensors:
+        if not re.search(tensors, tensor.name):
+            continue
+        n_in, n_out, *experts = (int(x) for x in tensor.shape)
+        for part, shape in (("a", (*experts, rank, n_in)), ("b", (*experts, n_out, rank))):
+            writer.add_tensor(f"{tensor.name}.lora_{part}", (rng.standard_normal(shape) * size).astype(np.float32))
+        n += 1
+    finish(writer)
+    return n
