@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <new>
+#include <stdexcept>
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -40,17 +42,9 @@ bool io_mode_from_name(const std::string & name, io_mode & out) {
 
 namespace {
 
-struct aligned_free {
-    void operator()(uint8_t * p) const { free(p); }
-};
-using aligned_buffer = std::unique_ptr<uint8_t, aligned_free>;
-
-aligned_buffer make_aligned_buffer(uint64_t size) {
+uint8_t * allocate_aligned(uint64_t size, uint32_t align) {
     void * p = nullptr;
-    if (posix_memalign(&p, direct_alignment, size) != 0) {
-        return nullptr;
-    }
-    return aligned_buffer((uint8_t *) p);
+    return posix_memalign(&p, align, size) == 0 ? (uint8_t *) p : nullptr;
 }
 
 class posix_files final : public file_source {
@@ -118,7 +112,7 @@ private:
 
     // some file systems accept the flag and refuse the read
     static bool direct_read_works(int fd, std::string & why) {
-        const aligned_buffer buf = make_aligned_buffer(direct_alignment);
+        const aligned_buffer buf(allocate_aligned(direct_alignment, direct_alignment));
         if (!buf) {
             why = "no memory for the aligned buffer";
             return false;
@@ -150,14 +144,22 @@ std::unique_ptr<file_source> make_file_source(const std::vector<open_file> & fil
 bool transfer_group::wait() {
     std::unique_lock<std::mutex> lock(mutex);
     done.wait(lock, [this] { return idle(); });
-    return failed.empty();
+    return ok();
+}
+
+bool transfer_group::has_failed(int32_t tag) const {
+    return all_failed || std::find(failed.begin(), failed.end(), tag) != failed.end();
 }
 
 void transfer_group::clear() {
     std::lock_guard<std::mutex> lock(mutex);
     failed.clear();
+    all_failed = false;
     first_error.clear();
 }
+
+// where memory may be what is missing; short enough for a string to hold it without any
+static const char * const no_memory = "no memory";
 
 // what was attempted, for messages; the part of the transfer that one worker took
 static std::string describe(const transfer & t, const file_source & source) {
@@ -168,76 +170,131 @@ static std::string describe(const transfer & t, const file_source & source) {
     return "reading " + size + " bytes at offset " + std::to_string(t.offset) + " of '" + source.name(t.file) + "'";
 }
 
+// offsets are signed for the system, and rounding up to a block must not overflow
+static bool is_in_reach(const transfer & t) {
+    return t.offset <= INT64_MAX && t.size <= INT64_MAX - t.offset;
+}
+
 reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64_t chunk_size)
     : source(std::move(source_in)), chunk_size(chunk_size) {
-    if (n_threads <= 0 || chunk_size == 0 || chunk_size % source->alignment() != 0) {
+    const uint32_t align = source->alignment();
+    if (n_threads <= 0 || chunk_size == 0 || align == 0 || chunk_size % align != 0) {
         fprintf(stderr, "reader: %d threads, chunk size %llu, alignment %u: impossible\n", n_threads,
-            (unsigned long long) chunk_size, source->alignment());
+            (unsigned long long) chunk_size, align);
         abort();
     }
-    for (int32_t i = 0; i < n_threads; ++i) {
-        workers.emplace_back([this] { work(); });
+    const std::string wanted = std::to_string(n_threads) + " threads to read experts";
+    const std::string hint   = "; hint: a smaller --moe-io-threads";
+    if (align > 1) {
+        bounces.resize(n_threads);
+        for (auto & b : bounces) {
+            b.reset(allocate_aligned(bounce_size(), align));
+            if (!b) {
+                throw std::runtime_error("no memory for the buffers of " + wanted + ", " + std::to_string(bounce_size()) + " bytes each" + hint);
+            }
+        }
+    }
+    try {
+        workers.reserve(n_threads);
+        for (int32_t i = 0; i < n_threads; ++i) {
+            uint8_t * const bounce = align > 1 ? bounces[i].get() : nullptr;
+            workers.emplace_back([this, bounce] { work(bounce); });
+        }
+    } catch (const std::exception & e) {
+        const size_t n_started = workers.size();
+        stop();
+        throw std::runtime_error("cannot start " + wanted + ", only " + std::to_string(n_started) + ": " + e.what() + hint);
     }
 }
 
 reader::~reader() {
-    std::deque<job> dropped;
+    stop();
+    for (const auto * queue : { &queue_demand, &queue_background }) {
+        for (const job & j : *queue) {
+            std::string error = no_memory;
+            try {
+                error = describe(j.part, *source) + " failed: the reader was stopped";
+            } catch (const std::bad_alloc &) {
+            }
+            finish(j, std::move(error));
+        }
+    }
+}
+
+void reader::stop() {
     {
         std::lock_guard<std::mutex> lock(mutex);
         stopping = true;
-        dropped.swap(queue_demand);
-        dropped.insert(dropped.end(), queue_background.begin(), queue_background.end());
-        queue_background.clear();
     }
     wake.notify_all();
     for (std::thread & w : workers) {
         w.join();
     }
-    for (const job & j : dropped) {
-        finish(j, describe(j.part, *source) + " failed: the reader was stopped");
-    }
+    workers.clear();
 }
 
-uint64_t reader::bounce_bytes() const {
-    return source->alignment() > 1 ? workers.size() * (chunk_size + 2ull * source->alignment()) : 0;
+uint64_t reader::bounce_size() const {
+    return chunk_size + 2ull * source->alignment();
 }
 
-void reader::submit(transfer_group & group, const std::vector<transfer> & transfers, urgency how) {
-    std::vector<job> jobs;
-    jobs.reserve(transfers.size());
-    for (const transfer & t : transfers) {
-        if (t.src) {
-            jobs.push_back({ &group, t });
-            continue;
-        }
-        for (uint64_t pos = 0; pos < t.size; ) {
-            const uint64_t to_boundary = chunk_size - (t.offset + pos) % chunk_size;
-            const uint64_t size        = std::min(t.size - pos, to_boundary);
-            jobs.push_back({ &group, { t.tag, t.file, t.offset + pos, size, (uint8_t *) t.dst + pos, nullptr } });
-            pos += size;
-        }
-    }
-    if (jobs.empty()) {
-        return;
-    }
-    group.n_pending.fetch_add((int64_t) jobs.size(), std::memory_order_relaxed);
+void reader::submit(transfer_group & group, const std::vector<transfer> & transfers, urgency how) noexcept {
+    size_t n_jobs = 0;
     {
         std::lock_guard<std::mutex> lock(mutex);
         std::deque<job> & queue = how == urgency::demand ? queue_demand : queue_background;
-        queue.insert(queue.end(), jobs.begin(), jobs.end());
+        const size_t n_before = queue.size();
+        try {
+            for (const transfer & t : transfers) {
+                if (t.size == 0) {
+                    continue;
+                }
+                if (t.src || !is_in_reach(t)) {
+                    queue.push_back({ &group, t });
+                    continue;
+                }
+                for (uint64_t pos = 0; pos < t.size; ) {
+                    const uint64_t to_boundary = chunk_size - (t.offset + pos) % chunk_size;
+                    const uint64_t size        = std::min(t.size - pos, to_boundary);
+                    queue.push_back({ &group, { t.tag, t.file, t.offset + pos, size, (uint8_t *) t.dst + pos, nullptr } });
+                    pos += size;
+                }
+            }
+            n_jobs = queue.size() - n_before;
+            // before a worker can take one: all of them wait for the lock
+            group.n_pending.fetch_add((int64_t) n_jobs, std::memory_order_relaxed);
+        } catch (const std::bad_alloc &) {
+            queue.resize(n_before); // all or nothing, so that the group says what is true
+            std::lock_guard<std::mutex> lock_group(group.mutex);
+            group.all_failed = true;
+            if (group.first_error.empty()) {
+                group.first_error = no_memory;
+            }
+        }
     }
-    if (jobs.size() == 1) {
+    if (n_jobs == 1) {
         wake.notify_one();
-    } else {
+    } else if (n_jobs > 1) {
         wake.notify_all();
     }
 }
 
-void reader::work() {
-    aligned_buffer bounce;
-    if (source->alignment() > 1) {
-        bounce = make_aligned_buffer(chunk_size + 2ull * source->alignment());
+void reader::promote(transfer_group & group) noexcept {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto is_of_group = [&](const job & j) { return j.group == &group; };
+    const auto n = std::count_if(queue_background.begin(), queue_background.end(), is_of_group);
+    if (n == 0) {
+        return;
     }
+    try {
+        queue_demand.insert(queue_demand.begin(), n, job {});
+    } catch (const std::bad_alloc &) {
+        return; // they come in their turn
+    }
+    std::copy_if(queue_background.begin(), queue_background.end(), queue_demand.begin(), is_of_group);
+    queue_background.erase(std::remove_if(queue_background.begin(), queue_background.end(), is_of_group), queue_background.end());
+}
+
+void reader::work(uint8_t * bounce) {
     while (true) {
         job j;
         {
@@ -250,18 +307,18 @@ void reader::work() {
             j = queue.front();
             queue.pop_front();
         }
-        run(j, bounce.get());
+        std::string error;
+        if (j.part.src) {
+            memcpy(j.part.dst, j.part.src, j.part.size);
+        } else {
+            try {
+                read_part(j.part, bounce, error);
+            } catch (const std::bad_alloc &) { // for the message
+                error = no_memory;
+            }
+        }
+        finish(j, std::move(error));
     }
-}
-
-void reader::run(const job & j, uint8_t * bounce) {
-    std::string error;
-    if (j.part.src) {
-        memcpy(j.part.dst, j.part.src, j.part.size);
-    } else {
-        read_part(j.part, bounce, error);
-    }
-    finish(j, error);
 }
 
 bool reader::read_part(const transfer & t, uint8_t * bounce, std::string & error) {
@@ -273,8 +330,8 @@ bool reader::read_part(const transfer & t, uint8_t * bounce, std::string & error
         return false;
     };
 
-    if (align > 1 && !bounce) {
-        return fail(t.offset, "no memory for the aligned buffer");
+    if (!is_in_reach(t)) {
+        return fail(t.offset, "no file is that long");
     }
 
     int32_t  n_fruitless = 0;
@@ -308,16 +365,20 @@ bool reader::read_part(const transfer & t, uint8_t * bounce, std::string & error
     return true;
 }
 
-void reader::finish(const job & j, const std::string & error) {
+void reader::finish(const job & j, std::string error) noexcept {
     transfer_group & group = *j.group;
     // under the lock throughout: the waiter may destroy the group as soon as it can return
     std::lock_guard<std::mutex> lock(group.mutex);
     if (!error.empty()) {
-        if (group.first_error.empty()) {
-            group.first_error = error;
+        try {
+            if (!group.has_failed(j.part.tag)) {
+                group.failed.push_back(j.part.tag);
+            }
+        } catch (const std::bad_alloc &) {
+            group.all_failed = true;
         }
-        if (std::find(group.failed.begin(), group.failed.end(), j.part.tag) == group.failed.end()) {
-            group.failed.push_back(j.part.tag);
+        if (group.first_error.empty()) {
+            group.first_error = std::move(error);
         }
     }
     if (group.n_pending.fetch_sub(1, std::memory_order_acq_rel) == 1) {

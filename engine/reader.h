@@ -7,14 +7,15 @@
 // Large reads are cut at multiples of the chunk size of the file, so that several workers share one and direct reads overlap
 // in no block.
 //
-// Errors never throw in a worker: the group remembers the first one in full (operation, file, offset, length, reason) and every
-// failed tag.
+// Errors never throw in a worker, and none of submit(): the group remembers the first one in full (operation, file, offset, length,
+// reason) and every failed tag. Memory that runs out on the way is such an error.
 //
 // The files stand behind file_source, so that tests can inject short reads, errors and delays.
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -30,7 +31,7 @@ public:
 
     virtual const std::string & name(int32_t file) const = 0;
 
-    // as pread(2): the bytes read, possibly fewer than asked for, 0 at the end of the file, or -errno
+    // as pread(2): the bytes read, possibly fewer than asked for, 0 at the end of the file, or -errno. Only -EINTR is tried again.
     virtual int64_t read_at(int32_t file, void * buf, uint64_t size, uint64_t offset) = 0;
 
     // offset, size and buf of read_at() must be multiples of this many bytes; 1 for buffered reads
@@ -76,8 +77,10 @@ public:
     // sleep until every transfer submitted so far is done; true when all of them succeeded
     bool wait();
 
-    // both valid while idle, until clear(); a tag is listed once, however many parts of it failed
-    const std::vector<int32_t> & failed_tags() const { return failed; }
+    // valid while idle, until clear(); a tag is listed once, however many parts of it failed
+    bool ok() const { return failed.empty() && !all_failed; }
+    bool has_failed(int32_t tag) const;
+    const std::vector<int32_t> & failed_tags() const { return failed; } // too short when memory ran out: ask has_failed()
     const std::string &          error()       const { return first_error; }
 
     // forget the failures; requires idle()
@@ -90,25 +93,35 @@ private:
     std::mutex              mutex;
     std::condition_variable done;
     std::vector<int32_t>    failed;
+    bool                    all_failed = false; // there was no memory to say which, so that no tag can be trusted
     std::string             first_error;
 };
 
 enum class urgency : uint8_t { demand, background };
 
+struct aligned_free {
+    void operator()(uint8_t * p) const { free(p); }
+};
+using aligned_buffer = std::unique_ptr<uint8_t, aligned_free>;
+
 class reader {
 public:
-    // n_threads > 0; chunk_size in bytes, > 0, a multiple of the source's alignment; abort() otherwise
+    // n_threads > 0; chunk_size in bytes, > 0, a multiple of the source's alignment; abort() otherwise.
+    // Throws std::runtime_error with a hint when not all threads start, or their buffers find no memory.
     reader(std::unique_ptr<file_source> source, int32_t n_threads, uint64_t chunk_size = 1024 * 1024);
 
     // transfers not yet begun fail with "the reader was stopped"
     ~reader();
 
-    void submit(transfer_group & group, const std::vector<transfer> & transfers, urgency how);
+    void submit(transfer_group & group, const std::vector<transfer> & transfers, urgency how) noexcept;
+
+    // somebody waits for the group now: what it has left in the background goes before all demand, in its order
+    void promote(transfer_group & group) noexcept;
 
     void drop_cache() { source->drop_cache(); }
 
     int32_t  n_threads()    const { return (int32_t) workers.size(); }
-    uint64_t bounce_bytes() const; // memory held for direct reads
+    uint64_t bounce_bytes() const { return bounces.size() * bounce_size(); } // memory held for direct reads
 
     uint64_t bytes_read() const { return n_bytes_read.load(std::memory_order_relaxed); } // from files, over-reads included
 
@@ -118,10 +131,11 @@ private:
         transfer         part;
     };
 
-    void work();
-    void run(const job & j, uint8_t * bounce);
+    uint64_t bounce_size() const;
+    void work(uint8_t * bounce);
+    void stop();
     bool read_part(const transfer & t, uint8_t * bounce, std::string & error);
-    void finish(const job & j, const std::string & error);
+    void finish(const job & j, std::string error) noexcept;
 
     const std::unique_ptr<file_source> source;
     const uint64_t                     chunk_size;
@@ -132,8 +146,9 @@ private:
     std::deque<job>         queue_background; // guarded by mutex
     bool                    stopping = false; // guarded by mutex
 
-    std::atomic<uint64_t>    n_bytes_read { 0 };
-    std::vector<std::thread> workers;
+    std::atomic<uint64_t>       n_bytes_read { 0 };
+    std::vector<aligned_buffer> bounces; // of each worker; none for buffered reads
+    std::vector<std::thread>    workers;
 };
 
 } // namespace moe

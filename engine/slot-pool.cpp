@@ -76,6 +76,15 @@ void slot_pool::commit(int32_t slot) {
 
 void slot_pool::fail(int32_t slot) {
     POOL_CHECK(states[slot] == slot_state::filling, "fail of slot %d", slot);
+    make_empty(slot);
+}
+
+void slot_pool::drop(int32_t slot) {
+    POOL_CHECK(states[slot] == slot_state::ready, "drop of slot %d", slot);
+    make_empty(slot);
+}
+
+void slot_pool::make_empty(int32_t slot) {
     slot_of[expert_in[slot]] = -1;
     expert_in[slot]          = -1;
     states[slot]             = slot_state::empty;

@@ -5,8 +5,10 @@
 // A slot is in one of three states:
 //
 //      empty --acquire--> filling --commit--> ready --acquire (as victim)--> filling
-//                            |
-//                            +--fail--------> empty
+//                            |             |
+//                            +--fail       +--drop
+//                            v             v
+//                          empty         empty
 //
 // Invariants, checked by self_check():
 //   - an expert is in at most one slot, and slot_of/expert_in are each other's inverse;
@@ -44,6 +46,7 @@ public:
 
     void commit(int32_t slot); // filling -> ready
     void fail(int32_t slot);   // filling -> empty
+    void drop(int32_t slot);   // ready -> empty; what it holds is not to be trusted
 
     void unpin_all();
 
@@ -60,6 +63,8 @@ public:
     void self_check() const;
 
 private:
+    void make_empty(int32_t slot);
+
     std::vector<int32_t>    expert_in; // [n_slot], -1: empty
     std::vector<int32_t>    slot_of;   // [n_expert], -1: in no slot
     std::vector<slot_state> states;    // [n_slot]

@@ -1,9 +1,10 @@
 #include "stream.h"
 
 #include <algorithm>
-#include <cassert>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
+#include <new>
 
 namespace moe {
 
@@ -15,6 +16,7 @@ static uint64_t now_us() {
 stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_ptr<reader> io_in)
     : opt(opt), io(std::move(io_in)) {
     int32_t n_expert_max = 0;
+    size_t  n_part_max   = 0;
     for (layer_desc & d : descs) {
         auto l = std::make_unique<layer_state>(d, opt.policy);
         auto s = std::make_unique<layer_stats>();
@@ -24,13 +26,20 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
         l->stats    = s.get();
         l->pending.reserve(d.n_slot);
         l->last_experts.reserve(d.n_slot);
+        l->checksums.resize(opt.check ? d.n_slot : 0);
         layers.push_back(std::move(l));
         stats_.layers.push_back(std::move(s));
         n_expert_max = std::max(n_expert_max, d.n_expert);
+        n_part_max   = std::max(n_part_max, d.parts.size());
     }
     seen.assign(n_expert_max, 0);
     slot_by_expert.assign(n_expert_max, -1);
     scratch_experts.reserve(n_expert_max);
+    scratch_placed.reserve(n_expert_max);
+    scratch_transfers.reserve(n_expert_max * n_part_max);
+    for (half & h : halves) {
+        h.filled.reserve(n_expert_max);
+    }
 }
 
 stream::~stream() {
@@ -54,40 +63,105 @@ std::string stream::compute_end(bool complete) {
             }
         }
     }
-    const std::string result = error;
+    const std::string result = std::move(error);
     compute.unlock();
     return result;
 }
 
-void stream::note_error(const std::string & what, size_t n_failed) {
+void stream::note_error(const char * what, size_t n_failed) {
     stats_.read_errors += n_failed;
-    if (error.empty()) {
+    if (!error.empty()) {
+        return;
+    }
+    try {
         error = what;
+    } catch (const std::bad_alloc &) {
+        error = "no memory"; // short enough for a string to hold it without any
     }
 }
 
-// the experts chosen, each once, in order of first appearance (from the last token backwards with from_last)
-void stream::distinct(const chosen_experts & chosen, int32_t n_expert, bool from_last, int32_t at_most, std::vector<int32_t> & out) {
-    if (++seen_mark == 0) {
-        std::fill(seen.begin(), seen.end(), 0);
-        seen_mark = 1;
-    }
-    out.clear();
-    for (int64_t i = 0; i < chosen.n_tokens; ++i) {
-        const int64_t token = from_last ? chosen.n_tokens - 1 - i : i;
+// The experts chosen, each once, in order of first appearance, into scratch_experts. False, and an error, when a token did not get
+// different experts of the layer.
+bool stream::list_chosen(const layer_desc & d, const chosen_experts & chosen) {
+    const uint64_t first_mark = seen_mark + 1; // each token has a mark of its own
+    scratch_experts.clear();
+    for (int64_t t = 0; t < chosen.n_tokens; ++t) {
+        ++seen_mark;
         for (int64_t k = 0; k < chosen.n_used; ++k) {
-            const int32_t e = chosen.at(token, k);
-            assert(e >= 0 && e < n_expert);
-            if (seen[e] != seen_mark) {
-                if ((int32_t) out.size() == at_most) {
-                    return;
-                }
-                seen[e] = seen_mark;
-                out.push_back(e);
+            const int32_t e = chosen.at(t, k);
+            const bool exists = e >= 0 && e < d.n_expert;
+            if (!exists || seen[e] == seen_mark) {
+                char what[200];
+                snprintf(what, sizeof(what), "layer %d: the router chose expert %d of %d%s for token %lld of the batch; are the weights damaged?",
+                    d.layer, e, d.n_expert, exists ? " twice" : "", (long long) t);
+                note_error(what, 0);
+                return false;
             }
+            if (seen[e] < first_mark) {
+                scratch_experts.push_back(e);
+            }
+            seen[e] = seen_mark;
         }
     }
-    (void) n_expert;
+    return true;
+}
+
+// those of the last tokens, newest first, as many as there are slots; list_chosen() has looked at the ids
+void stream::list_last(layer_state & l, const chosen_experts & chosen) {
+    ++seen_mark;
+    l.last_experts.clear();
+    for (int64_t t = chosen.n_tokens - 1; t >= 0; --t) {
+        for (int64_t k = 0; k < chosen.n_used; ++k) {
+            const int32_t e = chosen.at(t, k);
+            if (seen[e] == seen_mark) {
+                continue;
+            }
+            if ((int32_t) l.last_experts.size() == l.desc.n_slot) {
+                return;
+            }
+            seen[e] = seen_mark;
+            l.last_experts.push_back(e);
+        }
+    }
+}
+
+// ids of different rows, whatever is in them
+static void write_any_ids(const chosen_experts & chosen, int32_t n_row, int32_t * ids_out) {
+    for (int64_t t = 0; t < chosen.n_tokens; ++t) {
+        for (int64_t k = 0; k < chosen.n_used; ++k) {
+            *ids_out++ = (int32_t) (k % n_row);
+        }
+    }
+}
+
+// FNV-1a (Fowler, Noll, Vo) over words of 8 bytes: to find accidents, not attacks
+static uint64_t slot_checksum(const layer_desc & d, int32_t slot) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (const expert_part & part : d.parts) {
+        const uint8_t * bytes = part.slots + slot * part.expert_bytes;
+        for (uint64_t i = 0; i < part.expert_bytes; i += 8) {
+            uint64_t word = 0;
+            memcpy(&word, bytes + i, std::min<uint64_t>(8, part.expert_bytes - i));
+            h = (h ^ word) * 0x100000001b3u;
+        }
+    }
+    return h;
+}
+
+// A slot that changed while it held an expert is an error, and is given up, so that the expert is read again.
+void stream::check_slot(layer_state & l, int32_t expert) {
+    const int32_t slot = l.pool.peek(expert);
+    if (slot < 0 || slot_checksum(l.desc, slot) == l.checksums[slot]) {
+        return;
+    }
+    char what[200];
+    snprintf(what, sizeof(what), "layer %d: slot %d changed while it held expert %d", l.desc.layer, slot, expert);
+    note_error(what, 0);
+    l.pool.drop(slot);
+}
+
+uint8_t * stream::in_half(const half & h, const expert_part & part, int32_t expert) const {
+    return opt.staging + (&h - halves) * opt.half_bytes + part.staging_offset + expert * part.expert_bytes;
 }
 
 // sleep until the group is idle; the computing thread's time counts for the layer that waits, whosever bytes these are
@@ -103,41 +177,52 @@ void stream::wait_for(transfer_group & group, layer_stats & waiting) {
 // wait for the fills of the layer's slots and take them into the pool; a failed one leaves zeros and an empty slot
 void stream::settle_slots(layer_state & l, layer_stats & waiting) {
     wait_for(l.group, waiting);
-    const std::vector<int32_t> & failed = l.group.failed_tags();
+    size_t n_failed = 0;
     for (const placement & p : l.pending) {
-        if (!failed.empty() && std::find(failed.begin(), failed.end(), p.slot) != failed.end()) {
+        if (l.group.has_failed(p.slot)) {
+            ++n_failed;
             for (const expert_part & part : l.desc.parts) {
                 memset(part.slots + p.slot * part.expert_bytes, 0, part.expert_bytes);
             }
             l.pool.fail(p.slot);
         } else {
             l.pool.commit(p.slot);
+            if (opt.check) {
+                l.checksums[p.slot] = slot_checksum(l.desc, p.slot);
+            }
         }
     }
     l.pending.clear();
-    if (!failed.empty()) {
-        note_error(l.group.error(), failed.size());
+    if (!l.group.ok()) {
+        note_error(l.group.error().c_str(), n_failed);
         l.group.clear();
     }
 }
 
 void stream::settle_half(half & h, layer_stats & waiting) {
     wait_for(h.fill, waiting);
-    const std::vector<int32_t> & failed = h.fill.failed_tags();
-    if (failed.empty()) {
+    if (h.fill.ok()) {
         return;
     }
     const layer_desc & d = layers[h.i_layer]->desc;
-    bool needed = false;
-    for (const int32_t e : failed) {
+    size_t n_failed = 0;
+    bool   needed   = false;
+    for (int32_t e = 0; e < d.n_expert; ++e) {
+        if (!h.filled[e] || !h.fill.has_failed(e)) {
+            continue;
+        }
+        ++n_failed;
         needed = needed || h.filled[e] == 2;
         h.filled[e] = 0;
         for (const expert_part & part : d.parts) {
-            uint8_t * base = opt.staging + (&h - halves) * opt.half_bytes;
-            memset(base + part.staging_offset + e * part.expert_bytes, 0, part.expert_bytes);
+            memset(in_half(h, part, e), 0, part.expert_bytes);
         }
     }
-    note_error(needed ? h.fill.error() : "", failed.size());
+    if (needed) {
+        note_error(h.fill.error().c_str(), n_failed);
+    } else {
+        stats_.read_errors += n_failed;
+    }
     h.fill.clear();
 }
 
@@ -145,7 +230,15 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
     layer_state & l = *layers[i_layer];
     settle_slots(l, *l.stats);
 
-    distinct(chosen, l.desc.n_expert, false, l.desc.n_slot, scratch_experts);
+    if (!list_chosen(l.desc, chosen)) {
+        write_any_ids(chosen, l.desc.n_slot, ids_out); // a slot that holds no expert holds zeros
+        return;
+    }
+    if (opt.check) {
+        for (const int32_t e : scratch_experts) {
+            check_slot(l, e);
+        }
+    }
     l.pool.acquire(scratch_experts.data(), (int32_t) scratch_experts.size(), scratch_placed);
 
     const uint64_t expert_bytes = l.desc.expert_bytes();
@@ -207,7 +300,6 @@ void stream::claim_half(half & h, int32_t i_layer, layer_stats & waiting) {
 }
 
 void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & experts, urgency how) {
-    uint8_t * const base = opt.staging + (&h - halves) * opt.half_bytes;
     const uint64_t expert_bytes = l.desc.expert_bytes();
     uint64_t n_read   = 0;
     uint64_t n_copied = 0;
@@ -217,10 +309,13 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
             continue;
         }
         h.filled[e] = 1;
+        if (opt.check) {
+            check_slot(l, e);
+        }
         const int32_t slot = l.pool.peek(e);
         (slot < 0 ? n_read : n_copied) += 1;
         for (const expert_part & part : l.desc.parts) {
-            uint8_t * dst = base + part.staging_offset + e * part.expert_bytes;
+            uint8_t * dst = in_half(h, part, e);
             const uint8_t * src = slot < 0 ? nullptr : part.slots + slot * part.expert_bytes;
             scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, dst, src });
         }
@@ -235,16 +330,26 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
     half & h = half_of(i_layer);
     settle_slots(l, *l.stats);
 
-    distinct(chosen, l.desc.n_expert, true, l.desc.n_slot, l.last_experts);
-    distinct(chosen, l.desc.n_expert, false, l.desc.n_expert, scratch_experts);
-
+    const bool valid = list_chosen(l.desc, chosen);
     claim_half(h, i_layer, *l.stats);
+    if (!valid) {
+        for (int32_t e = 0; e < std::min<int64_t>(chosen.n_used, l.desc.n_expert); ++e) {
+            for (const expert_part & part : l.desc.parts) {
+                if (!h.filled[e]) {
+                    memset(in_half(h, part, e), 0, part.expert_bytes);
+                }
+            }
+        }
+        write_any_ids(chosen, l.desc.n_expert, ids_out);
+        return;
+    }
+    list_last(l, chosen);
+
+    const bool was_read_ahead = !h.fill.idle();
+    fill_half(h, l, scratch_experts, urgency::demand);
     uint64_t n_hit = 0;
     for (const int32_t e : scratch_experts) {
         n_hit += l.pool.peek(e) >= 0;
-    }
-    fill_half(h, l, scratch_experts, urgency::demand);
-    for (const int32_t e : scratch_experts) {
         h.filled[e] = 2;
     }
 
@@ -266,6 +371,9 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
             scratch_experts[e] = e;
         }
         fill_half(other, next, scratch_experts, urgency::background);
+    }
+    if (was_read_ahead) {
+        io->promote(h.fill); // not before the copies that claim_half() waits for
     }
 
     for (int64_t t = 0; t < chosen.n_tokens; ++t) {
@@ -300,7 +408,6 @@ void stream::settle(int32_t i_layer, bool staged) {
 
 // the experts of the last tokens into the slots, the newest used last, while the layer computes
 void stream::copy_to_slots(half & h, layer_state & l) {
-    const uint8_t * const base = opt.staging + (&h - halves) * opt.half_bytes;
     std::reverse(l.last_experts.begin(), l.last_experts.end());
     l.pool.acquire(l.last_experts.data(), (int32_t) l.last_experts.size(), scratch_placed);
     scratch_transfers.clear();
@@ -317,7 +424,7 @@ void stream::copy_to_slots(half & h, layer_state & l) {
             if (opt.poison) {
                 memset(dst, 0xff, part.expert_bytes);
             }
-            scratch_transfers.push_back({ p.slot, 0, 0, part.expert_bytes, dst, base + part.staging_offset + p.expert * part.expert_bytes });
+            scratch_transfers.push_back({ p.slot, 0, 0, part.expert_bytes, dst, in_half(h, part, p.expert) });
         }
     }
     io->submit(l.group, scratch_transfers, urgency::demand); // before what is read ahead: the half is wanted for the layer after

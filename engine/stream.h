@@ -22,6 +22,10 @@
 // A failed read is not an exception: the bytes are zeroed (so that what computes on goes through defined values), the error is
 // kept, and compute_end() reports it; the expert is not in the pool afterwards. An expert that was only read ahead, and that no
 // token then chose, is no error: it counts in read_errors, and is read again when one does.
+//
+// Nor is a router that chose nonsense (an expert that there is not, one expert twice for a token: damaged weights, NaN): the batch
+// of that layer reads nothing and gets ids of rows with defined bytes, and compute_end() says what was chosen. Memory that runs out
+// between compute_begin() and compute_end() is an error of the same kind; nothing in between throws.
 
 #include "policy.h"
 #include "reader.h"
@@ -87,7 +91,8 @@ class stream {
 public:
     struct options {
         policy_kind policy  = policy_kind::lru;
-        bool        poison  = false;   // fill evicted slots and reused halves with 0xff (tests)
+        bool        poison  = false;   // MOESTREAM_POISON: fill evicted slots and reused halves with 0xff (tests)
+        bool        check   = false;   // MOESTREAM_CHECK: a slot that is used must have the checksum it had when it was filled (tests)
         uint8_t   * staging = nullptr; // two halves, one behind the other; null when no layer needs them
         uint64_t    half_bytes = 0;
     };
@@ -130,19 +135,23 @@ private:
         transfer_group         group;     // fills of slots
         std::vector<placement> pending;   // misses whose bytes are on the way in group
         std::vector<int32_t>   last_experts;         // of the last tokens, newest first, at most n_slot
+        std::vector<uint64_t>  checksums;            // [n_slot] with options::check, of what a ready slot was filled with
         layer_stats          * stats = nullptr;
 
         layer_state(const layer_desc & d, policy_kind kind) : desc(d), pool(d.n_slot, d.n_expert, kind) {}
     };
 
-    void distinct(const chosen_experts & chosen, int32_t n_expert, bool from_last, int32_t at_most, std::vector<int32_t> & out);
+    bool list_chosen(const layer_desc & d, const chosen_experts & chosen);
+    void list_last(layer_state & l, const chosen_experts & chosen);
+    void check_slot(layer_state & l, int32_t expert);
     void wait_for(transfer_group & group, layer_stats & waiting);
     void settle_slots(layer_state & l, layer_stats & waiting);
     void settle_half(half & h, layer_stats & waiting);
     void claim_half(half & h, int32_t i_layer, layer_stats & waiting);
     void fill_half(half & h, layer_state & l, const std::vector<int32_t> & experts, urgency how);
     void copy_to_slots(half & h, layer_state & l);
-    void note_error(const std::string & error, size_t n_failed);
+    void note_error(const char * what, size_t n_failed);
+    uint8_t * in_half(const half & h, const expert_part & part, int32_t expert) const;
 
     half & half_of(int32_t i_layer) { return halves[i_layer % 2]; }
 
@@ -154,10 +163,10 @@ private:
     std::mutex  compute; // held from compute_begin() to compute_end()
     std::string error;   // of the running graph; guarded by compute
 
-    // scratch of the computing thread
+    // scratch of the computing thread, as large as it gets from the start
     std::vector<int32_t>   scratch_experts;
-    std::vector<uint32_t>  seen;      // [max n_expert] == seen_mark: already listed
-    uint32_t               seen_mark = 0;
+    std::vector<uint64_t>  seen;      // [max n_expert] the last seen_mark under which it was met
+    uint64_t               seen_mark = 0;
     std::vector<placement> scratch_placed;
     std::vector<int32_t>   slot_by_expert; // [max n_expert]
     std::vector<transfer>  scratch_transfers;

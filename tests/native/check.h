@@ -4,6 +4,7 @@
 //
 // TEST(name) must start its line: CMakeLists.txt finds the cases there and makes a ctest entry of each.
 
+#include <chrono>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -168,41 +169,48 @@ struct test_random {
     bool     percent(uint32_t p) { return below(100) < p; }
 };
 
-// argv: [seed [seconds]]; without a seed a random one; always printed
-struct fuzz_arguments {
-    uint64_t seed;
-    double   limit_s;
-};
-
-inline fuzz_arguments parse_fuzz_arguments(int argc, char ** argv) {
-    fuzz_arguments args = { 0, 2.0 };
+// The main() of a fuzzer: rounds until the time is over. argv: [seed [seconds]]; without a seed a random one, always printed; a round's
+// own seed, which is printed when it fails, makes it the first round. summary: what was covered, for the last line.
+//
+// A round that hangs ends the process and names its seed, before ctest would end it without a word.
+inline int run_fuzzer(int argc, char ** argv, const std::function<void(uint64_t seed)> & run_round, const std::function<std::string()> & summary) {
+    uint64_t seed    = 0;
+    double   limit_s = 2.0;
     if (argc > 3) {
         fprintf(stderr, "usage: %s [seed [seconds]]\n", argv[0]);
-        exit(2);
+        return 2;
     }
-    const auto bad = [&](const char * s) {
-        fprintf(stderr, "not a number: '%s'\n", s);
-        exit(2);
-    };
     char * end = nullptr;
     if (argc > 1) {
-        args.seed = strtoull(argv[1], &end, 10);
-        if (end == argv[1] || *end) {
-            bad(argv[1]);
-        }
+        seed = strtoull(argv[1], &end, 10);
     } else {
         FILE * f = fopen("/dev/urandom", "rb");
         CHECK(f != nullptr);
-        CHECK(fread(&args.seed, sizeof(args.seed), 1, f) == 1);
+        CHECK(fread(&seed, sizeof(seed), 1, f) == 1);
         fclose(f);
     }
+    const bool bad_seed = argc > 1 && (end == argv[1] || *end);
     if (argc > 2) {
-        args.limit_s = strtod(argv[2], &end);
-        if (end == argv[2] || *end) {
-            bad(argv[2]);
-        }
+        limit_s = strtod(argv[2], &end);
     }
-    printf("seed %llu\n", (unsigned long long) args.seed);
+    if (bad_seed || (argc > 2 && (end == argv[2] || *end))) {
+        fprintf(stderr, "not a number: '%s'\n", bad_seed ? argv[1] : argv[2]);
+        return 2;
+    }
+    printf("seed %llu\n", (unsigned long long) seed);
     fflush(stdout);
-    return args;
+
+    signal(SIGABRT, on_abort);
+    signal(SIGALRM, [](int) { abort(); });
+    const auto start = std::chrono::steady_clock::now();
+    int64_t n_round = 0;
+    do {
+        set_check_context("round seed " + std::to_string(seed + (uint64_t) n_round));
+        alarm(40); // a round takes milliseconds
+        run_round(seed + (uint64_t) n_round);
+        n_round++;
+    } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < limit_s);
+    alarm(0);
+    printf("ok: %lld rounds%s\n", (long long) n_round, summary().c_str());
+    return 0;
 }

@@ -1,8 +1,9 @@
 #pragma once
 
 // What a moe::stream works on, without a model: files in memory that hold the experts of a few layers at odd places, slots,
-// staging halves, and a file_source with faults tied to places. An expert with a bad place fails whoever reads it and however
-// the reads are cut, so that a test can say beforehand which reads fail.
+// staging halves, and a file_source with faults. Most are tied to places: an expert with a bad place, or behind the end of a
+// truncated file, fails whoever reads it and however the reads are cut, so that a test can say beforehand which reads fail. Those
+// of a sick thread strike anywhere, and are told afterwards.
 
 #include "check.h"
 #include "faulty-source.h"
@@ -33,6 +34,7 @@ public:
     uint32_t delay_us_max  = 100;
     uint32_t short_percent = 0;
     uint32_t eintr_percent = 0;
+    uint32_t sick_percent  = 0; // of the reads of whichever thread reads first; with align == 1 only, see take_lost()
     std::function<void(int32_t file, uint64_t size, uint64_t offset)> on_read; // from a worker's thread
 
     const std::string & name(int32_t file) const override { return names.at(file); }
@@ -52,6 +54,17 @@ public:
         if (rnd.percent(eintr_percent)) {
             return -EINTR;
         }
+        if (sick_percent > 0) {
+            std::lock_guard<std::mutex> lock(mutex);
+            if (sick_thread == std::thread::id()) {
+                sick_thread = std::this_thread::get_id();
+            }
+            if (sick_thread == std::this_thread::get_id() && rnd.percent(sick_percent)) {
+                const int64_t results[] = { -EIO, -EAGAIN, -ENOMEM, -EBADF, 0 };
+                lost.push_back({ file, offset, results[rnd.below(5)] });
+                return lost.back().result;
+            }
+        }
         // at least a block: less could be none of the bytes wanted, which the reader takes for the end after a few tries
         uint64_t n = rnd.percent(short_percent) ? rnd.between(align, (int64_t) size) : size;
         {
@@ -67,7 +80,8 @@ public:
             }
         }
         const std::string & text = contents.at(file);
-        n = offset < text.size() ? std::min(n, text.size() - offset) : 0;
+        const uint64_t      end  = std::min<uint64_t>(text.size(), ends[file]);
+        n = offset < end ? std::min(n, end - offset) : 0;
         memcpy(buf, text.data() + offset, n);
         return (int64_t) n;
     }
@@ -77,6 +91,16 @@ public:
         bad = places;
     }
 
+    void truncate(int32_t file, uint64_t size) { ends[file] = size; } // to more than it had: back to what it had
+
+    // where the sick thread's reads failed since the last call
+    std::vector<bad_place> take_lost() {
+        std::lock_guard<std::mutex> lock(mutex);
+        std::vector<bad_place> out;
+        out.swap(lost);
+        return out;
+    }
+
 private:
     const std::vector<std::string> & contents;
     const uint32_t                   align;
@@ -84,7 +108,10 @@ private:
     std::vector<std::string>         names;
     std::atomic<uint64_t>            n_read { 0 };
     std::mutex                       mutex;
-    std::vector<bad_place>           bad; // guarded by mutex
+    std::vector<bad_place>           bad;  // guarded by mutex
+    std::vector<bad_place>           lost; // guarded by mutex
+    std::thread::id                  sick_thread; // guarded by mutex
+    std::atomic<uint64_t>            ends[2] = { { UINT64_MAX }, { UINT64_MAX } };
 };
 
 struct fake_layer_shape {
@@ -102,6 +129,7 @@ struct fake_experts {
     std::vector<std::unique_ptr<uint8_t[]>> slots;
     std::unique_ptr<uint8_t[]>              staging;        // null when no layer needs it
     uint64_t                                half_bytes = 0;
+    std::vector<std::vector<uint32_t>>      versions; // [layer][expert] of the bytes in the files
 
     fake_experts(const std::vector<fake_layer_shape> & shapes, uint64_t seed) {
         test_random rnd(seed);
@@ -124,6 +152,7 @@ struct fake_experts {
             staged     = staged || d.n_slot < d.n_expert;
             half_bytes = std::max(half_bytes, staging_offset);
             layers.push_back(d);
+            versions.emplace_back(d.n_expert, 0);
         }
         for (int32_t f = 0; f < n_file; ++f) {
             contents.push_back(random_bytes(end[f], seed + 1 + f));
@@ -137,24 +166,48 @@ struct fake_experts {
         return contents[p.file].data() + p.offset + expert * p.expert_bytes;
     }
 
+    // other bytes in the file from now on; while nobody reads
+    void replace(int32_t i_layer, int32_t expert) {
+        const uint32_t old = versions[i_layer][expert]++;
+        for (const moe::expert_part & p : layers[i_layer].parts) {
+            for (uint64_t i = 0; i < p.expert_bytes; ++i) {
+                contents[p.file][p.offset + expert * p.expert_bytes + i] ^= mask(old) ^ mask(old + 1);
+            }
+        }
+    }
+
     // where a matmul finds the row that belongs to an id
     const uint8_t * row(int32_t i_layer, const moe::expert_part & p, bool staged, int32_t id) const {
         return (staged ? staging.get() + (i_layer % 2) * half_bytes + p.staging_offset : p.slots) + id * p.expert_bytes;
     }
 
     bool holds(int32_t i_layer, bool staged, int32_t id, int32_t expert) const {
+        return holds(i_layer, staged, id, expert, versions[i_layer][expert]);
+    }
+
+    bool holds(int32_t i_layer, bool staged, int32_t id, int32_t expert, uint32_t version) const {
+        const uint8_t diff = mask(version) ^ mask(versions[i_layer][expert]);
         for (const moe::expert_part & p : layers[i_layer].parts) {
-            if (memcmp(row(i_layer, p, staged, id), in_file(p, expert), p.expert_bytes) != 0) {
+            const uint8_t * bytes = row(i_layer, p, staged, id);
+            const char *    file  = in_file(p, expert);
+            if (!std::equal(bytes, bytes + p.expert_bytes, file, [diff](uint8_t a, char b) { return a == ((uint8_t) b ^ diff); })) {
                 return false;
             }
         }
         return true;
     }
 
-    bool is_zero(int32_t i_layer, bool staged, int32_t id) const {
+    bool is_zero(int32_t i_layer, bool staged, int32_t id) const { return all_parts_are(i_layer, staged, id, 0); }
+
+    bool is_poison(int32_t i_layer, bool staged, int32_t id) const { return all_parts_are(i_layer, staged, id, 0xff); }
+
+private:
+    static uint8_t mask(uint32_t version) { return (uint8_t) (version * 0x9d); }
+
+    bool all_parts_are(int32_t i_layer, bool staged, int32_t id, uint8_t value) const {
         for (const moe::expert_part & p : layers[i_layer].parts) {
             const uint8_t * bytes = row(i_layer, p, staged, id);
-            if (std::any_of(bytes, bytes + p.expert_bytes, [](uint8_t b) { return b != 0; })) {
+            if (std::any_of(bytes, bytes + p.expert_bytes, [value](uint8_t b) { return b != value; })) {
                 return false;
             }
         }

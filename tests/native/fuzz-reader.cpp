@@ -32,7 +32,6 @@ static void run_round(uint64_t seed) {
     const int32_t     n_expert = (int32_t) rnd.between(2, 20);
     const int32_t     n_slot   = (int32_t) rnd.between(1, n_expert);
     const uint32_t    p_error  = rnd.percent(50) ? 0 : (uint32_t) rnd.below(20);
-    set_check_context("round seed " + std::to_string(seed));
 
     // three tensors of different sizes, each of n_expert rows, in two files, at odd offsets
     const int32_t n_tensor = 3;
@@ -60,7 +59,8 @@ static void run_round(uint64_t seed) {
         }
         if (fault.percent(p_error)) {
             any_error = true;
-            return fault.percent(30) ? 0 : -EIO; // 0: the file ends
+            const int64_t results[] = { -EIO, -EAGAIN, -ENOMEM, 0 }; // 0: the file ends
+            return results[fault.below(4)];
         }
         return fault.percent(40) ? fault.between(1, (int64_t) size) : (int64_t) size;
     });
@@ -120,9 +120,16 @@ static void run_round(uint64_t seed) {
                 transfers.push_back({ p.slot, file_of[t], offset, to.size, to.data(), src });
             }
         }
-        r.submit(group, transfers, urgency::demand);
+        if (rnd.percent(10)) { // nothing, anywhere
+            transfers.push_back({ -1, 0, rnd.next(), 0, nullptr, nullptr });
+        }
+        r.submit(group, transfers, rnd.percent(70) ? urgency::demand : urgency::background);
+        if (rnd.percent(30)) {
+            r.promote(rnd.percent(50) ? group : guesses);
+        }
         const bool ok = group.wait();
         CHECK_EQ(ok, group.failed_tags().empty());
+        CHECK_EQ(ok, group.ok());
         CHECK_EQ(ok, group.error().empty());
         CHECK(ok || any_error || align > 1); // see reads_that_never_get_there_fail: a direct read may give up
         std::set<int32_t> failed(group.failed_tags().begin(), group.failed_tags().end());
@@ -140,14 +147,5 @@ static void run_round(uint64_t seed) {
 }
 
 int main(int argc, char ** argv) {
-    signal(SIGABRT, on_abort);
-    const fuzz_arguments args = parse_fuzz_arguments(argc, argv);
-    const auto start = std::chrono::steady_clock::now();
-    int64_t n_round = 0;
-    do {
-        run_round(args.seed + (uint64_t) n_round);
-        n_round++;
-    } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < args.limit_s);
-    printf("ok: %lld rounds\n", (long long) n_round);
-    return 0;
+    return run_fuzzer(argc, argv, run_round, [] { return std::string(); });
 }

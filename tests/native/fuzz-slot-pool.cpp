@@ -8,7 +8,6 @@
 #include "slot-pool.h"
 
 #include <algorithm>
-#include <chrono>
 #include <map>
 #include <set>
 
@@ -212,6 +211,15 @@ static int64_t run_round(uint64_t seed) {
             }
         }
         while (!filling.empty()) {
+            if (rnd.percent(3) && !model.slots.empty()) {
+                const int32_t slot = std::next(model.slots.begin(), rnd.below(model.slots.size()))->first;
+                if (model.slots.at(slot).ready) { // the bytes went bad
+                    store.slots[slot][0] ^= 1;
+                    pool.drop(slot);
+                    model.slots.erase(slot);
+                    compare(pool, model, store);
+                }
+            }
             if (rnd.percent(3)) {
                 pool.unpin_all();
                 model.pins.clear();
@@ -236,15 +244,7 @@ static int64_t run_round(uint64_t seed) {
 }
 
 int main(int argc, char ** argv) {
-    signal(SIGABRT, on_abort);
-    const fuzz_arguments args = parse_fuzz_arguments(argc, argv);
-    const auto start = std::chrono::steady_clock::now();
-    int64_t n_round = 0;
     int64_t n_acquire = 0;
-    do {
-        n_acquire += run_round(args.seed + (uint64_t) n_round); // so that a failing round's own seed reproduces it at once
-        n_round++;
-    } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < args.limit_s);
-    printf("ok: %lld rounds, %lld acquires\n", (long long) n_round, (long long) n_acquire);
-    return 0;
+    return run_fuzzer(argc, argv, [&](uint64_t seed) { n_acquire += run_round(seed); },
+        [&] { return ", " + std::to_string(n_acquire) + " acquires"; });
 }

@@ -162,7 +162,8 @@ TEST(nothing_to_do_is_done_at_once) {
     CHECK(group.wait());
     f.r->submit(group, {}, urgency::demand);
     char c = 'x';
-    f.r->submit(group, { { 1, 0, 10, 0, &c, nullptr } }, urgency::demand);
+    f.r->submit(group, { { 1, 0, 10, 0, &c, nullptr }, { 2, 0, ~0ull, 0, &c, nullptr }, { 3, 0, 0, 0, &c, &c } }, urgency::demand);
+    CHECK(group.idle());
     CHECK(group.wait());
     CHECK_EQ(c, 'x');
     CHECK_EQ(f.source->log().size(), 0u);
@@ -182,6 +183,16 @@ TEST(impossible_settings_abort) {
     CHECK_ABORTS("threads", make(0, 8192));
     CHECK_ABORTS("chunk size", make(1, 0));
     CHECK_ABORTS("chunk size", make(1, 5000));
+    CHECK_ABORTS("alignment 4096", make(1, 512)); // a chunk smaller than a block
+}
+
+TEST(an_alignment_beyond_a_page) {
+    memory_fixture f(200 * KiB, 64 * KiB, 2, 64 * KiB); // the source checks the buffer's
+    guarded_buffer to(100 * KiB, 3);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 40 * KiB + 1, to) }, urgency::demand);
+    CHECK(group.wait());
+    CHECK(to.holds(f.text.data() + 40 * KiB + 1));
 }
 
 //
@@ -274,6 +285,41 @@ TEST(an_error_names_operation_file_offset_and_length) {
         CHECK_CONTAINS(group.error(), strerror(EIO));
         CHECK_EQ(f.source->log().size(), 1u); // no retry
         CHECK(to.guards_intact());
+    }
+}
+
+TEST(only_an_interruption_is_tried_again) {
+    // EAGAIN too: the descriptors block, so it would not go away
+    for (const int error : { EAGAIN, EIO, ENOMEM, EINVAL, EBADF }) {
+        memory_fixture f(4 * KiB, 1, 1, 4 * KiB, [error](int32_t, uint64_t, uint64_t) -> int64_t { return -error; });
+        guarded_buffer to(100);
+        transfer_group group;
+        f.r->submit(group, { read_of(1, 0, to) }, urgency::demand);
+        CHECK(!group.wait());
+        CHECK_CONTAINS(group.error(), strerror(error));
+        CHECK_EQ(f.source->log().size(), 1u);
+    }
+}
+
+TEST(offsets_beyond_every_file_fail) {
+    const uint64_t max = INT64_MAX;
+    const std::pair<uint64_t, uint64_t> beyond[] = {
+        { max, 1 }, { max - 5, 6 + 4096 }, { max + 1, 1 }, { ~0ull, 1 }, { ~0ull - 99, 200 }, { ~0ull, ~0ull }, { 5, ~0ull }, { 0, max + 1 },
+    };
+    for (uint32_t align : { 1u, 4096u }) {
+        memory_fixture f(64 * KiB, align, 2, 8 * KiB);
+        for (const auto & [offset, size] : beyond) {
+            char c = 'x';
+            guarded_buffer other(100);
+            transfer_group group;
+            f.r->submit(group, { { 1, 0, offset, size, &c, nullptr }, read_of(2, 10, other) }, urgency::demand);
+            CHECK(!group.wait());
+            CHECK(group.has_failed(1) && !group.has_failed(2));
+            CHECK_CONTAINS(group.error(), "offset " + std::to_string(offset));
+            CHECK_EQ(c, 'x');
+            CHECK(other.holds(f.text.data() + 10));
+        }
+        CHECK_EQ(f.source->log().size(), std::size(beyond)); // only the others were asked for
     }
 }
 
@@ -408,6 +454,35 @@ TEST(demand_goes_before_background) {
     }
     // within one urgency: first come, first served
     CHECK(offsets == std::vector<uint64_t>({ 60, 4, 8, 0, 20, 24, 28 }));
+}
+
+TEST(what_somebody_waits_for_leaves_the_background) {
+    latch begun;
+    latch go;
+    memory_fixture f(64 * KiB, 1, 1, 4 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t { begun.open(); go.wait(); return (int64_t) size; });
+
+    guarded_buffer plug(1), first(KiB), wanted(9 * KiB), demand(KiB), second(KiB);
+    transfer_group group_plug, group_background, group_wanted, group_demand;
+    f.r->submit(group_plug, { read_of(0, 60 * KiB, plug) }, urgency::demand);
+    begun.wait();
+    f.r->submit(group_background, { read_of(1, 0, first) }, urgency::background);
+    f.r->submit(group_wanted, { read_of(2, 20 * KiB, wanted) }, urgency::background);
+    f.r->submit(group_background, { read_of(3, 8 * KiB, second) }, urgency::background);
+    f.r->submit(group_demand, { read_of(4, 12 * KiB, demand) }, urgency::demand);
+    f.r->promote(group_wanted);
+    f.r->promote(group_wanted); // nothing left to promote
+    f.r->promote(group_demand); // was never there
+    go.open();
+    for (transfer_group * g : { &group_plug, &group_background, &group_wanted, &group_demand }) {
+        CHECK(g->wait());
+    }
+    std::vector<uint64_t> offsets;
+    for (const read_record & r : f.source->log()) {
+        offsets.push_back(r.offset / KiB);
+    }
+    CHECK(offsets == std::vector<uint64_t>({ 60, 20, 24, 28, 12, 0, 8 }));
+    CHECK(first.holds(f.text.data()) && wanted.holds(f.text.data() + 20 * KiB));
+    CHECK(second.holds(f.text.data() + 8 * KiB) && demand.holds(f.text.data() + 12 * KiB));
 }
 
 TEST(reordered_completions_keep_their_bytes) {
@@ -743,6 +818,14 @@ static void truncate_real_file(io_mode mode) {
     CHECK_CONTAINS(group.error(), "'model-00002-of-00003.gguf'");
     CHECK(before.holds(text.data() + 100));
     CHECK(to.guards_intact());
+
+    // and it grows back
+    CHECK_EQ(pwrite(file.fd, text.data() + 20000, text.size() - 20000, 20000), (ssize_t) (text.size() - 20000));
+    CHECK(fsync(file.fd) == 0);
+    group.clear();
+    r.submit(group, { read_of(4, 10 * KiB, to) }, urgency::demand);
+    CHECK(group.wait());
+    CHECK(to.holds(text.data() + 10 * KiB));
 }
 
 TEST(truncated_real_file_buffered) { truncate_real_file(io_mode::buffered); }

@@ -90,6 +90,22 @@ TEST(a_failed_fill_leaves_nothing) {
     });
 }
 
+TEST(a_dropped_slot_is_empty) {
+    for_each_policy([](policy_kind kind) {
+        slot_pool pool(2, 5, kind);
+        acquire_and_commit(pool, { 0, 1 });
+        const int32_t slot = pool.peek(0);
+        pool.drop(slot);
+        pool.self_check();
+        CHECK_EQ(pool.peek(0), -1);
+        CHECK(pool.state(slot) == slot_state::empty);
+        const auto retry = acquire_and_commit(pool, { 1, 0 });
+        CHECK(!retry[0].miss);
+        CHECK(retry[1].miss && !retry[1].evicted);
+        CHECK_EQ(retry[1].slot, slot);
+    });
+}
+
 TEST(a_miss_never_takes_a_slot_of_the_same_call) {
     for_each_policy([](policy_kind kind) {
         slot_pool pool(3, 10, kind);
@@ -188,6 +204,7 @@ TEST(misuse_aborts) {
         const auto out = acquire(pool, { 4 });
         CHECK_ABORTS("is still being filled",      acquire(pool, { 4 }));
         CHECK_ABORTS("is being filled",            acquire(pool, { 2, 3 }));
+        CHECK_ABORTS("drop of slot",               pool.drop(out[0].slot));
         pool.commit(out[0].slot);
         CHECK_ABORTS("commit of slot",             pool.commit(out[0].slot));
         CHECK_ABORTS("fail of slot",               pool.fail(out[0].slot));

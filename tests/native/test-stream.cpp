@@ -15,6 +15,7 @@ struct streamed {
     place_source          * source; // owned by s
     std::unique_ptr<stream> s;
     test_random             rnd { 5 };
+    std::vector<int32_t>    out; // the ids of the last begin()
 
     // one thread takes the queue in its order
     explicit streamed(const std::vector<fake_layer_shape> & shapes, std::function<void(int32_t, uint64_t, uint64_t)> on_read = nullptr,
@@ -25,6 +26,7 @@ struct streamed {
         source->on_read = std::move(on_read);
         stream::options opt;
         opt.poison     = true;
+        opt.check      = true;
         opt.staging    = experts.staging.get();
         opt.half_bytes = experts.half_bytes;
         s = std::make_unique<stream>(opt, experts.layers, std::make_unique<reader>(std::move(src), n_thread));
@@ -32,7 +34,7 @@ struct streamed {
 
     void begin(int32_t i, bool staged, const std::vector<std::vector<int32_t>> & by_token, bool read_next = false) {
         const id_layout ids(by_token, rnd);
-        std::vector<int32_t> out(by_token.size() * by_token[0].size());
+        out.assign(by_token.size() * by_token[0].size(), -1);
         if (staged) {
             s->begin_staging(i, ids.chosen, out.data(), read_next);
         } else {
@@ -189,6 +191,99 @@ TEST(a_read_ahead_that_nobody_came_for_ends_before_its_half_is_reused) {
     std::this_thread::sleep_for(std::chrono::milliseconds(60)); // a late read would land now
     for (int32_t e = 0; e < 4; ++e) {
         CHECK(m.experts.holds(3, true, e, e));
+    }
+    CHECK_EQ(m.s->compute_end(true), "");
+}
+
+TEST(what_no_router_chooses_is_an_error_that_says_what) {
+    const fake_layer_shape roomy = { 4, 4, { 100 } };
+    const struct { int32_t a, b; const char * says; } nonsense[] = {
+        { 0, 4, "chose expert 4 of 4 for token 1" }, { -1, 2, "chose expert -1 of 4 for token 1" }, { 3, 3, "chose expert 3 of 4 twice for token 1" },
+        { INT32_MIN, 0, "chose expert -2147483648 of 4" }, { 2, INT32_MAX, "chose expert 2147483647 of 4" },
+    };
+    for (const bool staged : { false, true }) {
+        streamed m({ staged ? small : roomy });
+        for (const auto & [a, b, says] : nonsense) {
+            m.s->compute_begin();
+            m.begin(0, staged, { { 2, 1 }, { a, b } });
+            m.join(0, staged);
+            for (size_t t = 0; t < 2; ++t) {
+                for (size_t k = 0; k < 2; ++k) {
+                    CHECK_EQ(m.out[t * 2 + k], (int32_t) k);
+                    CHECK(m.experts.is_zero(0, staged, (int32_t) k)); // nothing was ever read
+                }
+            }
+            const std::string error = m.s->compute_end(true);
+            CHECK_CONTAINS(error, "layer 3: the router ");
+            CHECK_CONTAINS(error, says);
+        }
+        CHECK_EQ(m.s->stats().layers[0]->bytes_read.load(), 0u);
+        CHECK_EQ(m.s->stats().read_errors.load(), 0u);
+        m.s->compute_begin();
+        m.begin(0, staged, { { 2, 1 }, { 0, 3 } });
+        m.join(0, staged);
+        CHECK(m.experts.holds(0, staged, m.out[3], 3));
+        CHECK_EQ(m.s->compute_end(true), "");
+    }
+}
+
+TEST(a_slot_that_changed_is_an_error_that_names_it) {
+    for (const bool staged : { false, true }) {
+        streamed m({ { 4, 2, { 100, 53 } } });
+        m.s->compute_begin();
+        m.begin(0, false, { { 1, 3 } });
+        m.join(0, false);
+        CHECK_EQ(m.s->compute_end(true), "");
+
+        m.s->compute_begin();
+        m.begin(0, false, { { 3, 1 } }); // as it was: no error
+        m.join(0, false);
+        CHECK_EQ(m.s->compute_end(true), "");
+        const int32_t slot = m.out[0];
+
+        m.experts.layers[0].parts[1].slots[slot * 53 + 52] ^= 0x10; // the last byte of the last part
+        m.s->compute_begin();
+        m.begin(0, staged, { { 3, 1 } });
+        m.join(0, staged);
+        CHECK(m.experts.holds(0, staged, m.out[0], 3));
+        CHECK(m.experts.holds(0, staged, m.out[1], 1));
+        CHECK_CONTAINS(m.s->compute_end(true), "layer 3: slot " + std::to_string(slot) + " changed while it held expert 3");
+
+        m.s->compute_begin();
+        m.begin(0, staged, { { 3, 1 } });
+        m.join(0, staged);
+        CHECK(m.experts.holds(0, staged, m.out[0], 3));
+        CHECK_EQ(m.s->compute_end(true), "");
+    }
+}
+
+// The copies into the slots of layer 0 come before what is only read ahead, but not before what layer 1 waits for.
+TEST(a_read_ahead_that_is_needed_goes_first) {
+    door d(0);
+    bool copied_before_last = true;
+    streamed * fixture = nullptr;
+    uint64_t first_of_1 = 0;
+    int32_t  file_of_1  = 0;
+    streamed m({ small, small }, [&](int32_t file, uint64_t, uint64_t offset) {
+        if (file == file_of_1 && offset == first_of_1) {
+            d.pass();
+        }
+        if (file == file_of_1 && offset == first_of_1 + 300) {
+            copied_before_last = !fixture->experts.is_poison(0, false, 0); // the thread that would copy is this one
+        }
+    });
+    fixture    = &m;
+    first_of_1 = m.experts.layers[1].parts[0].offset;
+    file_of_1  = m.experts.layers[1].parts[0].file;
+    m.s->compute_begin();
+    m.begin(0, true, all_of_four, true);
+    m.join(0, true);
+    m.begin(1, true, all_of_four);
+    d.ring();
+    m.join(1, true);
+    CHECK(!copied_before_last);
+    for (int32_t e = 0; e < 4; ++e) {
+        CHECK(m.experts.holds(1, true, e, e));
     }
     CHECK_EQ(m.s->compute_end(true), "");
 }
