@@ -135,7 +135,6 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     uint64_t     expert_bytes = 0; // of all experts in the files
     uint64_t     dense_bytes  = 0; // of everything else
     uint64_t     half_bytes   = 0; // of one half of the staging buffer
-    std::string  io_reason;
     moe::memory_now memory;
     bool         maps_dense = false;
 
@@ -538,7 +537,7 @@ static std::string choose_io(moe_stream & moe, const std::vector<moe::open_file>
             throw std::runtime_error(format("--moe-io %s: %s; hint: --moe-io %s", moe::io_mode_name(moe.io), error.c_str(),
                     moe.io == moe::io_mode::direct ? "buffered" : "direct"));
         }
-        moe.io_reason = "as asked";
+        moe.report.io_reason = "as asked";
         return moe::io_mode_name(moe.io);
     }
     // through the page cache only if it can hold the experts beside everything else
@@ -546,19 +545,25 @@ static std::string choose_io(moe_stream & moe, const std::vector<moe::open_file>
     if (moe.memory.available_bytes > 0 && need > moe.memory.available_bytes) {
         source = moe::make_file_source(files, moe::io_mode::direct, error);
         if (source) {
-            moe.io_reason = format("%.1f GiB of experts exceed the %.1f GiB available (%s)", moe.expert_bytes / 1073741824.0,
+            moe.report.io_reason = format("%.1f GiB of experts exceed the %.1f GiB available (%s)", moe.expert_bytes / 1073741824.0,
                     moe.memory.available_bytes / 1073741824.0, moe.memory.limited_by.c_str());
             return moe::io_mode_name(moe::io_mode::direct);
         }
-        moe.io_reason = error;
+        moe.report.io_reason = error;
     } else {
-        moe.io_reason = "the page cache can hold the experts";
+        moe.report.io_reason = "the page cache can hold the experts";
     }
     source = moe::make_file_source(files, moe::io_mode::buffered, error);
     if (!source) {
         throw std::runtime_error(error);
     }
     return moe::io_mode_name(moe::io_mode::buffered);
+}
+
+// of the tests' switches: 0 is off
+static bool is_set(const char * name) {
+    const char * value = getenv(name);
+    return value && *value && strcmp(value, "0") != 0;
 }
 
 // the loader does not keep the paths
@@ -625,7 +630,6 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     std::unique_ptr<moe::file_source> source;
     r.io_mode         = choose_io(*moe, files, source);
     r.io_requested    = moe::io_mode_name(moe->io);
-    r.io_reason       = moe->io_reason;
     r.io_threads      = moe->io_threads;
     r.model           = base_name(files[0].name);
     r.n_slot          = moe->n_slot;
@@ -646,7 +650,8 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
 
     moe::stream::options opt;
     opt.policy     = moe->policy;
-    opt.poison     = getenv("MOESTREAM_POISON") != nullptr;
+    opt.poison     = is_set("MOESTREAM_POISON");
+    opt.check      = is_set("MOESTREAM_CHECK");
     opt.staging    = moe->staging ? (uint8_t *) moe->staging->data : nullptr;
     opt.half_bytes = moe->half_bytes;
     auto io = std::make_unique<moe::reader>(std::move(source), moe->io_threads);

@@ -11,8 +11,9 @@ import pytest
 from fixture_models import LAYOUTS, run, split, tool
 from llama_server import environment
 
-# Evicted slots are filled with 0xff, and so is staging before it is used again: a read of stale bytes cannot go unseen.
-POISON = {"MOESTREAM_POISON": "1"}
+# Evicted slots are filled with 0xff, and so is staging before it is used again: a read of stale bytes cannot go unseen. A slot
+# that changes while it holds an expert is an error at its next use.
+POISON = {"MOESTREAM_POISON": "1", "MOESTREAM_CHECK": "1"}
 
 
 def compare(
