@@ -22,18 +22,25 @@ def _n_blocks(reader: gguf.GGUFReader) -> int:
 
 
 def _grown(
-    source: Path, target: Path, origins: list[int], more: dict[str, int], head: Iterable[tuple[str, np.ndarray]] = ()
+    source: Path,
+    target: Path,
+    origins: list[int],
+    more: dict[str, int],
+    head: Iterable[tuple[str, np.ndarray]] = (),
+    without: Iterable[str] = (),
 ) -> None:
     """``source`` with further blocks, each like the block ``origins`` names, but with other weights; lists with a value for
-    each block grow alike. ``more``: metadata that replace what is there; ``head``: further tensors."""
+    each block grow alike. ``more``: metadata that replace what is there; ``head``: further tensors; ``without``: metadata left out."""
     reader = gguf.GGUFReader(source)
     arch = _architecture(reader)
     n = _n_blocks(reader)
     more = {f"{arch}.{name}": value for name, value in {"block_count": n + len(origins), **more}.items()}
     writer = gguf.GGUFWriter(target, arch)
-    done = set()
+    done = {f"{arch}.{name}" for name in without}
     for field in reader.fields.values():
         value = field.contents()
+        if field.name in done:
+            continue
         if field.name in more:
             writer.add_uint32(field.name, more[field.name])
             done.add(field.name)
@@ -86,7 +93,9 @@ def add_mtp(source: Path, target: Path) -> Path:
         (f"blk.{n}.nextn.enorm.weight", np.ones(d, np.float32)),
         (f"blk.{n}.nextn.hnorm.weight", np.ones(d, np.float32)),
     ]
-    _grown(source, target, [n - 1], {"nextn_predict_layers": 1}, head)
+    # upstream's head of this architecture cannot compute with positions of several dimensions, which text has no need of
+    without = ["rope.dimension_sections"] if _architecture(reader) == "glm4moe" else []
+    _grown(source, target, [n - 1], {"nextn_predict_layers": 1}, head, without)
     return target
 
 
@@ -108,3 +117,24 @@ def write_lora(model: Path, target: Path, tensors: str, rank: int = 4, seed: int
         n += 1
     finish(writer)
     return n
+
+
+def write_dense_draft(model: Path, target: Path, n_blocks: int) -> Path:
+    """The first blocks of a qwen3moe with expert 0 alone for a feed-forward network, as a dense qwen3 with the same vocabulary."""
+    reader = gguf.GGUFReader(model)
+    assert _architecture(reader) == "qwen3moe"
+    writer = gguf.GGUFWriter(target, "qwen3")
+    done = {"qwen3moe.block_count", "qwen3moe.feed_forward_length", "qwen3moe.expert_feed_forward_length"}
+    done |= {"qwen3moe.expert_count", "qwen3moe.expert_used_count"}
+    writer.add_block_count(n_blocks)
+    writer.add_feed_forward_length(reader.fields["qwen3moe.expert_feed_forward_length"].contents())
+    copy_metadata(reader, writer, done, lambda name: name.replace("qwen3moe.", "qwen3."))
+    for tensor in reader.tensors:
+        block = BLOCK.match(tensor.name)
+        if (block and int(block[1]) >= n_blocks) or tensor.name.endswith("ffn_gate_inp.weight"):
+            continue
+        data = tensor.data[0] if EXPERTS.search(tensor.name) else tensor.data
+        name = tensor.name.replace("_exps", "")
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=tensor.tensor_type)
+    finish(writer)
+    return target
