@@ -56,6 +56,10 @@ private:
     const struct llama_model * model;
 };
 
+// Why the last graph of a model failed, for the answer to a client: "moestream: reading ... bytes at offset ... of 'model.gguf' failed
+// ...", files without their folders. Empty when it did not fail, when that was asked before, or when the model does not stream.
+LLAMA_API std::string moe_take_error(const struct llama_model * model);
+
 // of the model loaded last that streams (a draft model never does); documents in docs/stats.md
 LLAMA_API std::string moe_stats_json();
 LLAMA_API std::string moe_stats_prometheus(); // empty when nothing streams

@@ -147,8 +147,10 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
 
     std::unique_ptr<moe::stream> stream; // null in the memory-fit pass
     std::atomic<int>             n_dry { 0 }; // moe_dry_run objects alive
-    std::mutex                   report_mutex;
+    std::vector<std::string>     paths; // of the files, as errors name them
+    std::mutex                   report_mutex; // guards the following
     moe::stream_report           report;
+    std::string                  error; // of the last graph
 
     ~moe_stream();
 
@@ -624,6 +626,7 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     std::vector<moe::open_file> files;
     for (size_t i = 0; i < ml.files.size(); ++i) {
         files.push_back({ ml.files[i]->file_id(), path_of(*ml.files[i]) });
+        moe->paths.push_back(files.back().name);
     }
 
     moe::stream_report & r = moe->report;
@@ -910,6 +913,10 @@ ggml_status moe_compute::finish(ggml_status status) {
     }
     open = false;
     const std::string error = moe->stream->compute_end(status == GGML_STATUS_SUCCESS);
+    {
+        std::lock_guard<std::mutex> lock(moe->report_mutex);
+        moe->error = error;
+    }
     if (!error.empty()) {
         LLAMA_LOG_ERROR("moestream: %s\n", error.c_str());
         return GGML_STATUS_FAILED;
@@ -921,4 +928,26 @@ moe_compute::~moe_compute() {
     if (open) {
         finish(GGML_STATUS_ABORTED);
     }
+}
+
+std::string moe_take_error(const llama_model * model) {
+    moe_stream * moe = model ? model->hparams.moe : nullptr;
+    if (!moe) {
+        return "";
+    }
+    std::string error;
+    {
+        std::lock_guard<std::mutex> lock(moe->report_mutex);
+        std::swap(error, moe->error);
+    }
+    if (error.empty()) {
+        return "";
+    }
+    for (const std::string & path : moe->paths) {
+        const size_t pos = error.find(path);
+        if (pos != std::string::npos) {
+            error.replace(pos, path.size(), base_name(path));
+        }
+    }
+    return "moestream: " + error;
 }

@@ -41,7 +41,14 @@ class LlamaServer:
         self.env = environment(env)
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120, trust_env=False)
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}",
+            timeout=120,
+            trust_env=False,
+            limits=httpx.Limits(
+                max_keepalive_connections=0
+            ),  # a connection for each request: none is left for the server to hold
+        )
 
     def __enter__(self) -> LlamaServer:
         command = [
