@@ -1,9 +1,11 @@
 #include "moe-api.h"
 
+#include "log.h"
 #include "policy.h"
 #include "reader.h"
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
@@ -16,8 +18,15 @@ static llama_model_kv_override * find(std::vector<llama_model_kv_override> & ove
     return nullptr;
 }
 
+// Upstream's log is written by a thread, and what it has not written when the program returns is lost: a refusal must not be.
+static void flush_log_at_exit() {
+    static const int registered = std::atexit([] { common_log_flush(common_log_main()); });
+    (void) registered;
+}
+
 // the entry of this key, new or already there; a terminating empty entry stays last
 static llama_model_kv_override & entry(std::vector<llama_model_kv_override> & overrides, const char * key) {
+    flush_log_at_exit();
     if (auto * o = find(overrides, key)) {
         return *o;
     }

@@ -4,9 +4,10 @@
 // is null, which it is unless the model was loaded with the key moestream.slots (moe-api.h).
 //
 // Who calls what, in order:
+//   llama_model_load                 moe_load_guard
 //   llama_model_base::load_tensors   moe_load_begin, then per tensor moe_load_tensor, then moe_load_layout, moe_load_mapped,
 //                                    moe_load_end
-//   llama_init_from_model            moe_context_created
+//   llama_init_from_model            moe_load_guard, moe_context_created
 //   llm_graph_context                moe_graph_ids, moe_graph_weights
 //   llama_model::build_graph         moe_graph_finish
 //   llama_context::process_ubatch    moe_compute
@@ -27,6 +28,24 @@ struct llama_model_loader;
 struct LLM_TN_IMPL;
 
 struct moe_stream; // the engine of one model
+
+// Around the loading of a model and the making of a context: a file whose header says something impossible is refused, where upstream
+// would abort or crash. Off, like everything, for a model that does not stream.
+class moe_load_guard {
+public:
+    // path: of the file, or of a split model's first; empty when it comes from elsewhere
+    moe_load_guard(const llama_model_kv_override * overrides, const std::string & path);
+    explicit moe_load_guard(const moe_stream * moe);
+    ~moe_load_guard();
+    moe_load_guard(const moe_load_guard &) = delete;
+    moe_load_guard & operator=(const moe_load_guard &) = delete;
+
+    // throws std::runtime_error naming key and value; before upstream looks at them
+    void check(llama_model_loader & ml) const;
+
+private:
+    const bool on;
+};
 
 // Reads the settings, decides the number of slots, refuses what cannot work (throws std::runtime_error). Null: off.
 // The caller keeps the result alive as long as the model, and stores the pointer in hparams.moe.

@@ -2,6 +2,7 @@
 
 set(MOESTREAM_SOURCES
     budget.cpp
+    header-check.cpp
     moe-hooks.cpp
     policy.cpp
     reader.cpp

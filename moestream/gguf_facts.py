@@ -41,12 +41,21 @@ SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 MAX_EXPERTS = 100_000
 MAX_LAYERS = 100_000
-# Limits that no real header comes near; a corrupt count must fail at once and not after gigabytes of reading.
-MAX_KEYS = 1_000_000
-MAX_TENSORS = 1_000_000
+# Limits that no real header comes near; a corrupt count must fail at once and not after gigabytes of reading. In a file as
+# large as a model nearly every length fits.
+MAX_KEYS = 1 << 15
+MAX_TENSORS = 1 << 15
 MAX_ARRAY = 1 << 28
+MAX_STRINGS = 1 << 21  # in arrays, all together: they are stepped over one by one
+MAX_STRING_BYTES = 1 << 28
+MAX_HEADER_BYTES = 1 << 30
+MAX_NAME_BYTES = 63  # of a tensor; upstream's GGML_MAX_NAME is 64
 MAX_DIMS = 4
 KEPT_ARRAY = 4096  # arrays longer than this (vocabularies) are skipped; per-layer arrays are shorter
+KEPT_STRING_BYTES = 1 << 20
+
+# Types of intermediate results and indices: no matmul takes them as weights.
+_NO_WEIGHTS = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"}
 
 _INT64_MAX = (1 << 63) - 1
 _STRING, _ARRAY = 8, 9
@@ -179,7 +188,10 @@ def read(path: str | os.PathLike[str]) -> GgufFacts:
     Raises:
         MoestreamError: the file is missing, not GGUF, truncated, lacks a shard, or says something impossible.
     """
-    files = _shards(_model_file(Path(path)))
+    try:
+        files = _shards(_model_file(Path(path)))
+    except OSError as e:  # a name too long, a folder that may not be searched
+        raise MoestreamError(f"cannot look for the model {path}: {e.strerror}", hint="check the path") from e
     headers = [_read_header(f) for f in files]
     _check_split(files, headers)
     return _facts(files, headers)
@@ -207,6 +219,8 @@ def _model_file(path: Path) -> Path:
             )
         return next(iter(models.values()))
     if not path.exists():
+        if path.is_symlink():
+            raise MoestreamError(f"{path} is a symbolic link that leads to no file", hint="check where it points: ls -l")
         near = sorted(p.name for p in path.parent.glob("*.gguf"))[:4] if path.parent.is_dir() else []
         hint = f"that directory holds {', '.join(near)}" if near else "check the path"
         raise MoestreamError(f"no such model file: {path}", hint=hint)
@@ -237,7 +251,7 @@ def _shards(path: Path) -> tuple[Path, ...]:
 def _check_split(files: tuple[Path, ...], headers: list[_Header]) -> None:
     first = headers[0].kv
     count = first.get("split.count", 0)
-    if isinstance(count, int) and count > 1 and count != len(files):
+    if isinstance(count, int) and count > 1 and len(files) == 1:
         raise MoestreamError(
             f"{files[0].name} is one of {count} shards but its name does not say which",
             hint=f"restore the names the set was split into: name-00001-of-{count:05d}.gguf …",
@@ -247,6 +261,11 @@ def _check_split(files: tuple[Path, ...], headers: list[_Header]) -> None:
         if len(files) > 1 and number != i:
             raise MoestreamError(
                 f"{f.name} says that it is shard {number} (from 0) and not {i}",
+                hint="the shards were renamed or mixed up; download the set again",
+            )
+        if len(files) > 1 and h.kv.get("split.count", 0) != len(files):
+            raise MoestreamError(
+                f"{f.name} says that it is one of {h.kv.get('split.count', 0)} shards and not of {len(files)}",
                 hint="the shards were renamed or mixed up; download the set again",
             )
 
@@ -294,7 +313,9 @@ class _Cursor:
         """Make the next n bytes available in ``buf`` from ``pos`` on."""
         if len(self.buf) - self.pos >= n:
             return
-        start = self.tell()
+        start, what = self.tell(), _plain(what, 80)
+        if MAX_HEADER_BYTES < start + n <= self.file_bytes:
+            raise _corrupt(self.path, f"the header does not end within {MAX_HEADER_BYTES} bytes: it is in {what}")
         if n > self.file_bytes - start:
             raise MoestreamError(
                 f"{self.path} ends inside its header, in {what}: {start + n} bytes needed, the file has {self.file_bytes}",
@@ -319,17 +340,33 @@ class _Cursor:
         self.pos += n
         return value
 
+    def numbers(self, fmt: str, count: int, what: str) -> list[Any]:
+        """``count`` values of one format."""
+        n = count * struct.calcsize(fmt)
+        self.ensure(n, what)
+        values = struct.unpack_from(f"<{count}{fmt[1:]}", self.buf, self.pos)
+        self.pos += n
+        return list(values)
+
     def skip(self, n: int, what: str) -> None:
         """Step over n bytes, without reading what lies beyond the window."""
         if n > self.file_bytes - self.tell():
             self.ensure(n, what)  # raises
+        if self.tell() + n > MAX_HEADER_BYTES:
+            raise _corrupt(self.path, f"the header does not end within {MAX_HEADER_BYTES} bytes: it is in {_plain(what, 80)}")
         if n <= len(self.buf) - self.pos:
             self.pos += n
         else:
             self.base, self.buf, self.pos = self.tell() + n, b"", 0
 
     def string(self, what: str) -> str:
+        """The next string; an empty one in place of what is too long to be kept."""
         n = self.number("<Q", what)
+        if n > MAX_STRING_BYTES and n <= self.file_bytes - self.tell():
+            raise _corrupt(self.path, f"absurd length {n} of a string in {what}")
+        if n > KEPT_STRING_BYTES:
+            self.skip(n, what)
+            return ""
         self.ensure(n, what)
         raw = self.buf[self.pos : self.pos + n]
         self.pos += n
@@ -350,8 +387,14 @@ class _Cursor:
                 self.skip(n, what)
 
 
+def _plain(text: str, limit: int = 200) -> str:
+    """Text of a file as a terminal may have it: names in a damaged file can be long, and hold control characters."""
+    text = "".join(c if c.isprintable() else "�" for c in text[: limit + 1])
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
 def _corrupt(path: Path, what: str) -> MoestreamError:
-    return MoestreamError(f"{path}: {what}", hint="the file is corrupt, or is no model; download it again")
+    return MoestreamError(f"{path}: {_plain(what)}", hint="the file is corrupt, or is no model; download it again")
 
 
 def _read_header(path: Path) -> _Header:
@@ -379,7 +422,7 @@ def _parse(cur: _Cursor) -> _Header:
     cur.skip(4, "the magic")
     version = cur.number("<I", "the version")
     if version not in (2, 3):
-        swapped = version & 0xFFFF == 0
+        swapped = version and version & 0xFFFF == 0
         why = "its byte order is not this machine's" if swapped else "versions 2 and 3 can be read"
         raise MoestreamError(f"{path} has GGUF version {version}: {why}", hint="convert the model again with a current tool")
     n_tensor = cur.number("<q", "the tensor count")
@@ -391,8 +434,15 @@ def _parse(cur: _Cursor) -> _Header:
 
     kv: dict[str, Any] = {}
     array_len: dict[str, int] = {}
+    n_strings = 0
+    seen: set[str] = set()
     for _ in range(n_kv):
         key = cur.string("a key")
+        if not key:
+            raise _corrupt(path, f"a key without a name, behind {len(seen)} others")
+        if key in seen:
+            raise _corrupt(path, f"the key {key} is there twice")
+        seen.add(key)
         type_id = cur.number("<I", key)
         if type_id != _ARRAY:
             kv[key] = _scalar(cur, type_id, key)
@@ -400,25 +450,33 @@ def _parse(cur: _Cursor) -> _Header:
         type_id = cur.number("<I", key)
         count = cur.number("<Q", key)
         if count > MAX_ARRAY:
-            raise _corrupt(path, f"absurd length {count} of the array {key}")
+            raise _corrupt(path, f"absurd length {count} of the array {_plain(key, 80)}")
         array_len[key] = count
-        if count <= KEPT_ARRAY:
-            kv[key] = [_scalar(cur, type_id, key) for _ in range(count)]
-        elif type_id == _STRING:
-            cur.skip_strings(count, key)
-        elif type_id in _SCALARS:
-            cur.skip(count * struct.calcsize(_SCALARS[type_id]), key)
+        if type_id == _STRING:
+            n_strings += count
+            if n_strings > MAX_STRINGS:
+                raise _corrupt(path, f"absurd length {count} of the array {_plain(key, 80)}")
+            if count <= KEPT_ARRAY:
+                kv[key] = [cur.string(key) for _ in range(count)]
+            else:
+                cur.skip_strings(count, key)
+        elif type_id not in _SCALARS:
+            raise _corrupt(path, f"the array {_plain(key, 80)} has unknown type {type_id}")
+        elif count <= KEPT_ARRAY:
+            kv[key] = cur.numbers(_SCALARS[type_id], count, key)
         else:
-            raise _corrupt(path, f"the array {key} has unknown type {type_id}")
+            cur.skip(count * struct.calcsize(_SCALARS[type_id]), key)
 
     alignment = kv.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise _corrupt(path, f"general.alignment {alignment!r} is not a power of two")
 
     infos = []
-    seen: set[str] = set()
+    seen = set()
     for _ in range(n_tensor):
         name = cur.string("a tensor name")
+        if not name or len(name.encode()) > MAX_NAME_BYTES or "\0" in name:
+            raise _corrupt(path, f"impossible tensor name {name[:80]!r}")
         if name in seen:
             raise _corrupt(path, f"two tensors are named {name}")
         seen.add(name)
@@ -435,9 +493,17 @@ def _parse(cur: _Cursor) -> _Header:
     for t in tensors:
         if t.offset + t.size_bytes > cur.file_bytes:
             raise MoestreamError(
-                f"{path} is truncated: tensor {t.name} needs {t.offset + t.size_bytes} bytes, the file has {cur.file_bytes}",
+                f"{path} is truncated: tensor {_plain(t.name)} needs {t.offset + t.size_bytes} bytes, the file has {cur.file_bytes}",
                 hint="download the file again; the copy is incomplete",
             )
+    # Like upstream: each where the one before it ends, so that none overlaps another.
+    expected = data_start
+    for t in tensors:
+        if t.offset != expected:
+            raise _corrupt(
+                path, f"tensor {t.name} begins at {t.offset - data_start} of the data, {expected - data_start} is expected"
+            )
+        expected += -(-t.size_bytes // alignment) * alignment
     return _Header(kv, array_len, tensors, cur.file_bytes)
 
 
@@ -445,7 +511,7 @@ def _scalar(cur: _Cursor, type_id: int, key: str) -> Any:
     if type_id == _STRING:
         return cur.string(key)
     if type_id not in _SCALARS:
-        raise _corrupt(cur.path, f"key {key} has unknown type {type_id}")
+        raise _corrupt(cur.path, f"key {_plain(key, 80)} has unknown type {type_id}")
     return cur.number(_SCALARS[type_id], key)
 
 
@@ -453,7 +519,7 @@ def _tensor(path: Path, info: tuple[str, int, tuple[int, ...], int], alignment: 
     name, type_id, shape, offset = info
     if type_id not in GGML_TYPES:
         raise MoestreamError(
-            f"{path}: tensor {name} has unknown ggml type {type_id}",
+            f"{path}: tensor {_plain(name)} has unknown ggml type {type_id}",
             hint="the model was made for a newer llama.cpp than the pinned one, or the file is corrupt",
         )
     type_name, block, block_bytes = GGML_TYPES[type_id]
@@ -485,9 +551,8 @@ def _facts(files: tuple[Path, ...], headers: list[_Header]) -> GgufFacts:
         value = kv.get(f"{arch}.{key}", default)
         if value is None:
             raise _corrupt(path, f"no {arch}.{key} in the header")
-        value = max(value) if isinstance(value, list) and value else value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
-            raise _corrupt(path, f"absurd {arch}.{key}: {value!r}")
+            raise _corrupt(path, f"absurd {arch}.{key}: {_plain(repr(value), 60)}")
         return value
 
     n_layer_all = count("block_count", limit=MAX_LAYERS)
@@ -495,18 +560,20 @@ def _facts(files: tuple[Path, ...], headers: list[_Header]) -> GgufFacts:
     if n_layer_mtp > n_layer_all:
         raise _corrupt(path, f"{arch}.nextn_predict_layers {n_layer_mtp} exceeds {arch}.block_count {n_layer_all}")
     n_expert = count("expert_count", 0, limit=MAX_EXPERTS)
-    n_expert_used = count("expert_used_count", 0, limit=MAX_EXPERTS)
-    if n_expert_used > n_expert:
-        raise _corrupt(path, f"{arch}.expert_used_count {n_expert_used} exceeds {arch}.expert_count {n_expert}")
 
     def per_layer(key: str, default: tuple[int, ...]) -> tuple[int, ...]:
         value = kv.get(f"{arch}.{key}")
         if value is None:
             return default
         values = value if isinstance(value, list) else [value] * n_layer_all
-        if len(values) < n_layer_all or not all(isinstance(v, int) and 0 <= v < 1 << 31 for v in values):
-            raise _corrupt(path, f"absurd {arch}.{key}: {value!r}")
-        return tuple(values[:n_layer_all])
+        if len(values) != n_layer_all or not all(type(v) is int and 0 <= v < 1 << 31 for v in values):
+            raise _corrupt(path, f"absurd {arch}.{key}: {_plain(repr(value), 60)}")
+        return tuple(values)
+
+    used = per_layer("expert_used_count", (0,) * n_layer_all)
+    n_expert_used = max(used, default=0)
+    if n_expert_used > n_expert:
+        raise _corrupt(path, f"{arch}.expert_used_count {n_expert_used} exceeds {arch}.expert_count {n_expert}")
 
     n_head = per_layer("attention.head_count", (0,) * n_layer_all)
     n_head_kv = per_layer("attention.head_count_kv", n_head)
@@ -523,6 +590,8 @@ def _facts(files: tuple[Path, ...], headers: list[_Header]) -> GgufFacts:
                 raise _corrupt(f, f"tensor {t.name} is also in {seen[t.name].name}")
             seen[t.name] = f
             if expert := _expert(f, i, t, arch, n_layer_all, n_expert):
+                if not used[expert.layer]:
+                    raise _corrupt(f, f"layer {expert.layer} has experts and uses none: {arch}.expert_used_count is 0")
                 experts.append(expert)
     total = kv.get("split.tensors.count")
     if len(files) > 1 and isinstance(total, int) and total != len(seen):
@@ -564,7 +633,7 @@ def _expert(f: Path, file_index: int, t: _Tensor, arch: str, n_layer: int, n_exp
         return None
     layer = int(match[1])
     kind = match[2]
-    shape = t.shape + (1,) * (3 - len(t.shape))
+    shape = t.shape[: 3 if t.shape[3:] == (1,) else None] + (1,) * (3 - len(t.shape))
     if len(shape) != 3 or min(shape) < 1:
         raise _corrupt(f, f"expert tensor {t.name} has shape {t.shape}, three dimensions are expected")
     if shape[2] > MAX_EXPERTS:
@@ -572,6 +641,8 @@ def _expert(f: Path, file_index: int, t: _Tensor, arch: str, n_layer: int, n_exp
     # grovemoe's chunk experts are fewer than expert_count: several experts share one.
     if shape[2] != n_expert:
         raise _corrupt(f, f"expert tensor {t.name} has {shape[2]} experts, {arch}.expert_count says {n_expert}")
+    if t.type in _NO_WEIGHTS:
+        raise _corrupt(f, f"expert tensor {t.name} has type {t.type}, which is no type of weights")
     if layer >= n_layer:
         raise _corrupt(f, f"expert tensor {t.name} belongs to layer {layer}, {arch}.block_count says {n_layer}")
     return ExpertTensor(t.name, layer, kind, t.type, shape, file_index, t.offset, t.row_bytes * shape[1])

@@ -200,7 +200,9 @@ def stop_notice(end: Exit, grace_s: float) -> str | None:
 
 # The engine's refusal of a model or of settings, complete in itself. Upstream's memory-fit pass meets it first and
 # logs it as a failure of its own, so that it is the only one of many lines that says something.
-_REFUSAL = re.compile(r"error loading model: (?:error loading model \w+: )?(.+?); hint: (.+)")
+_REFUSAL = re.compile(
+    r"(?:error loading model: (?:error loading model \w+: )?|moestream: (?=cannot load the model: ))(.+?); hint: (.+)"
+)
 
 
 def _in_our_words(hint: str) -> str:
@@ -215,6 +217,11 @@ _KNOWN_ENDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
         re.compile(r"unknown model architecture: '([^']*)'"),
         "llama.cpp does not know the model's architecture '{0}'",
         "the model is newer than the pinned llama.cpp; see moestream engines for the version",
+    ),
+    (
+        re.compile(r"error loading model: (?:error loading model \w+: )?(.+)"),
+        "llama.cpp cannot load the model: {0}",
+        "if the file came over a network, it may be damaged: download it again",
     ),
     (
         re.compile(r"error: invalid argument: (--moe-\S+)"),
@@ -257,7 +264,7 @@ def end_error(plan: ServerPlan, end: Exit, *, was_ready: bool, after_s: float) -
         what = f"llama-server ended {'while serving' if was_ready else 'before it was ready'}, {when}: {end}"
         if end.signal == signal.SIGKILL:
             hint = f"the kernel kills what uses too much memory: try fewer --slots or a smaller --ctx; {hint}"
-        for pattern, message, known_hint in _KNOWN_ENDS:
+        for pattern, message, known_hint in () if was_ready else _KNOWN_ENDS:
             match = next((m for m in map(pattern.search, reversed(lines)) if m), None)
             if match:
                 what = f"{message.format(*match.groups())} ({end})"

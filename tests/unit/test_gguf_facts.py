@@ -335,7 +335,7 @@ def test_only_the_header_is_read(tmp_path, monkeypatch):
     header = gguf_facts.read(path)
     big = raw(
         [("blk.0.ffn_up_exps.weight", (2048, 65536, 128), 0, 0)],
-        [*keys(block_count=1, expert_count=128), *_vocabulary(150_000)],
+        [*keys(block_count=1, expert_count=128, expert_used_count=8), *_vocabulary(150_000)],
     )
     path.write_bytes(big)
     os.truncate(path, len(big) + 2048 * 65536 * 128 * 4)
