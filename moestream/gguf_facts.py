@@ -37,7 +37,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 # The engine's opinion is expert_kinds in engine/moe-hooks.cpp; a test compares the two on every architecture. Like there,
 # grovemoe's chunk experts (chexps) stay resident.
 EXPERT_TENSOR = re.compile(r"blk\.(\d{1,9})\.ffn_(gate|up|down|gate_up)_exps\.weight")
-SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 MAX_EXPERTS = 100_000
 MAX_LAYERS = 100_000
@@ -203,7 +203,9 @@ def read(path: str | os.PathLike[str]) -> GgufFacts:
 def _model_file(path: Path) -> Path:
     """The file that stands for the model: the path itself, or the one model of a directory."""
     if path.is_dir():
-        found = sorted(p for p in path.iterdir() if p.name.endswith(".gguf") and not p.name.startswith("mmproj"))
+        found = sorted(
+            p for p in path.iterdir() if p.name.endswith(".gguf") and not p.name.startswith("mmproj") and not p.is_dir()
+        )
         models: dict[str, Path] = {}
         for p in found:
             split = SPLIT_NAME.fullmatch(p.name)
@@ -232,6 +234,10 @@ def _model_file(path: Path) -> Path:
 def _shards(path: Path) -> tuple[Path, ...]:
     """All files of the set that ``path`` belongs to by its name, in order."""
     split = SPLIT_NAME.fullmatch(path.name)
+    if not split and path.is_symlink():  # a link under another name; the shards are beside what it names
+        target = path.resolve()
+        split = SPLIT_NAME.fullmatch(target.name)
+        path = target if split else path
     if not split:
         return (path,)
     prefix, count = split[1], int(split[3])

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STR, ARR, U64, I64, F64 = range(13)
 _FORMATS = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "B", U64: "Q", I64: "q", F64: "d"}
@@ -172,6 +173,20 @@ def _tiny_parts() -> tuple[dict[str, tuple[int, bytes]], list[Tensor]]:
         add(b + "ffn_up_exps.weight", WIDTH, FF, N_EXPERT)
     return g.kv, g.tensors
     return g
+
+
+def write_shards(folder: Path, name: str, n_shard: int) -> list[Path]:
+    """The tiny model split as llama-gguf-split does it: all keys in the first shard, the tensors spread over all."""
+    whole = tiny()
+    files = []
+    for i in range(n_shard):
+        g = Gguf(kv=dict(whole.kv) if i == 0 else {}, tensors=whole.tensors[i::n_shard])
+        g.set("split.no", U16, i)
+        g.set("split.count", U16, n_shard)
+        g.set("split.tensors.count", I32, len(whole.tensors))
+        files.append(folder / f"{name}-{i + 1:05d}-of-{n_shard:05d}.gguf")
+        files[-1].write_bytes(g.write())
+    return files
 
 
 Edit = Callable[[Gguf], None]

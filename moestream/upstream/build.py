@@ -437,7 +437,8 @@ def _install(engine: Engine, built: Path) -> Engine:
             fresh = Path(scratch, "engine")
             (fresh / "bin").mkdir(parents=True)
             for file in sorted(built.iterdir()):
-                if file.name in tools or _is_library(file):
+                is_tests = file.name.startswith("libmoe-test-")  # left in the tree by a build with the test series
+                if file.name in tools or (_is_library(file) and (engine.test_series_sha256 or not is_tests)):
                     shutil.copy2(file, fresh / "bin" / file.name, follow_symlinks=False)
             engines.write_description(engine, fresh)
             if engine.path.exists():
