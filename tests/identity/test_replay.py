@@ -86,16 +86,23 @@ def test_demo(demo: Path, arguments: tuple[str, ...]) -> None:
     check_replay(lines, 2, EVERYWHERE | WITHOUT_RECURRENT_STATE | {"shift"})
 
 
-@pytest.mark.parametrize("layout", ["gemma4", "qwen35moe"])
-@pytest.mark.parametrize("io", ["buffered", "direct"])
-def test_failed_batch(deep: Callable[[str], Path], disk_folder: Path, layout: str, io: str) -> None:
-    """Not for a recurrent state, which upstream cannot set back: giving the batch again as it is."""
-    copy = disk_folder / "failing.gguf"
-    shutil.copyfile(deep(layout), copy)
+FIRST = [f"ok first slots=used cut_at={percent}%" for percent in (0, 30)]
+
+
+def fail(model: Path, io: str) -> list[str]:
+    """What moe-failed-batch says of a copy, which it damages."""
+    copy = model.with_name(f"failing-{model.name}")
+    shutil.copyfile(model, copy)
     try:
-        lines = replay(copy, "--moe-io", io, slots="used", program="moe-failed-batch")
+        return replay(copy, "--moe-io", io, slots="used", program="moe-failed-batch")
     finally:
         copy.unlink()
+
+
+@pytest.mark.parametrize(("layout", "io"), [("gemma4", "direct"), ("qwen35moe", "buffered")])
+def test_failed_batch(deep: Callable[[str], Path], layout: str, io: str) -> None:
+    """Not for a recurrent state, which upstream cannot set back: giving the batch again as it is."""
+    lines = fail(deep(layout), io)
     recurrent = layout == "qwen35moe"
     ways = ("clear", "restore") if recurrent else ("again", "clear", "restore")
     expected = [
@@ -103,7 +110,16 @@ def test_failed_batch(deep: Callable[[str], Path], disk_folder: Path, layout: st
         for scene in ("token", "ubatch", "two-ubatches") for way in ways for percent in (0, 20, 60)
     ]  # fmt: skip
     # where nothing is recurrent an abort leaves nothing behind, so that there is one state
-    expected += [rf"ok {scene} abort slots=used states={'[2-9]' if recurrent else '1'}" for scene in ("token", "ubatch")]
+    for scene in ("token", "ubatch"):
+        expected.append(rf"ok {scene} abort slots=used states={'[2-9]' if recurrent else '1'}")
+        expected.append(rf"ok {scene} abort-cut slots=used failed_reads=[1-9]\d*")
+    expected += FIRST
     assert len(lines) == len(expected)
     for pattern in expected:
         assert sum(re.fullmatch(pattern, line) is not None for line in lines) == 1, (pattern, lines)
+
+
+@pytest.mark.parametrize("layout", ["qwen2moe", "qwen35moe"])
+def test_failed_first_batch(model: Callable[[str, str], Path], layout: str) -> None:
+    """With two layers of experts nobody takes a half of staging from another: it must not keep what was not read."""
+    assert fail(model(layout, "q4_0"), "buffered") == FIRST
