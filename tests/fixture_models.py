@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import gguf
@@ -101,18 +101,25 @@ def spread_routing(path: Path) -> None:
             tensor.data[:] = 0
 
 
-def _copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+def copy_metadata(
+    reader: gguf.GGUFReader,
+    writer: gguf.GGUFWriter,
+    skip: Collection[str] = (),
+    rename: Callable[[str], str] = str,
+) -> None:
+    """All keys but the architecture, which the writer was made with, and those in ``skip``."""
     for field in reader.fields.values():
-        if field.name == gguf.Keys.General.ARCHITECTURE or field.name.startswith("GGUF."):
+        if field.name == gguf.Keys.General.ARCHITECTURE or field.name.startswith("GGUF.") or field.name in skip:
             continue
         value = field.contents()
         if value == []:
             continue  # the writer knows no empty arrays
         sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, value, field.types[0], sub_type)
+        writer.add_key_value(rename(field.name), value, field.types[0], sub_type)
 
 
-def _write(writer: gguf.GGUFWriter) -> None:
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what the writer was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -123,7 +130,7 @@ def separate_gate_up(source: Path, target: Path) -> None:
     """Each ``ffn_gate_up_exps`` as ``ffn_gate_exps`` and ``ffn_up_exps``: an expert's rows are first gate's, then up's."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields[gguf.Keys.General.ARCHITECTURE].contents())
-    _copy_metadata(reader, writer)
+    copy_metadata(reader, writer)
     separated = 0
     for tensor in reader.tensors:
         if tensor.name.endswith(".ffn_gate_up_exps.weight"):
@@ -136,7 +143,7 @@ def separate_gate_up(source: Path, target: Path) -> None:
         else:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     assert separated > 0
-    _write(writer)
+    finish(writer)
 
 
 def write_gemma4(path: Path) -> None:
@@ -200,7 +207,7 @@ def write_gemma4(path: Path) -> None:
         random(b + "ffn_down_exps.weight", N_EXPERT, d, d_expert)
         w.add_tensor(b + "ffn_down_exps.scale", np.linspace(0.5, 2.0, N_EXPERT, dtype=np.float32))
     ones("output_norm.weight", d)
-    _write(w)
+    finish(w)
 
 
 def cached(folder: Path) -> Callable[[str, str], Path]:

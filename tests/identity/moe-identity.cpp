@@ -5,9 +5,9 @@
 // and reads must have gone through the path that T asks for; else the comparison proves nothing and the run fails.
 //
 //   moe-identity -m model.gguf [--slots used,used+1,all] [--ubatch 1,2,9] [--tokens 48] [--sequences 1] [--threads 2] [--seed 1]
-//                [moe flags: --moe-io direct …]
+//                [--load-mode mmap|none|dio] [--embeddings] [moe flags: --moe-io direct …]
 //
-// Tokens are dealt to the sequences in turn, so that a batch of T has tokens of up to T sequences.
+// --embeddings compares what models give that have no logits. Tokens are dealt to the sequences in turn, so that a batch of T has tokens of up to T sequences.
 //
 // One line per comparison; exit code 0 only if all are equal.
 
@@ -33,6 +33,8 @@ struct options {
     int         n_threads = 2;
     int         n_seq     = 1;
     uint32_t    seed      = 1;
+    bool        embeddings = false;
+    llama_load_mode load_mode = LLAMA_LOAD_MODE_AUTO;
     std::vector<llama_model_kv_override> moe;
 };
 
@@ -58,6 +60,10 @@ options parse(int argc, char ** argv) {
         if (moe_parse_flag(argc, argv, i, o.moe)) {
             continue;
         }
+        if (arg == "--embeddings") {
+            o.embeddings = true;
+            continue;
+        }
         if (i + 1 >= argc) {
             throw std::invalid_argument("argument '" + arg + "' is unknown or needs a value");
         }
@@ -69,6 +75,7 @@ options parse(int argc, char ** argv) {
         else if (arg == "--sequences") { o.n_seq = std::stoi(value); }
         else if (arg == "--threads") { o.n_threads = std::stoi(value); }
         else if (arg == "--seed")    { o.seed = std::stoul(value); }
+        else if (arg == "--load-mode") { o.load_mode = llama_load_mode_from_str(value.c_str()); }
         else { throw std::invalid_argument("unknown argument '" + arg + "'"); }
     }
     if (o.model.empty()) {
@@ -96,6 +103,7 @@ model_ptr load(const options & o, const std::string & slots) {
     llama_model_params params = llama_model_default_params();
     params.use_extra_bufts = false; // plain kernels on both sides
     params.n_gpu_layers    = 0;
+    params.load_mode       = o.load_mode;
     params.kv_overrides    = moe_overrides_data(overrides);
     model_ptr model(llama_model_load_from_file(o.model.c_str(), params));
     if (!model) {
@@ -104,10 +112,15 @@ model_ptr load(const options & o, const std::string & slots) {
     return model;
 }
 
-// logits of all tokens: [n_tokens][n_vocab]
+// values that a model gives for a token
+size_t row_size(const options & o, const llama_model * model) {
+    return o.embeddings ? llama_model_n_embd(model) : llama_vocab_n_tokens(llama_model_get_vocab(model));
+}
+
+// logits (or embeddings) of all tokens: [n_tokens][row_size]
 std::vector<float> run(const options & o, llama_model * model, const std::vector<llama_token> & tokens, int n_ubatch) {
     // where attention goes both ways a batch is one ubatch; each is then a text of its own
-    const size_t n_batch = llama_model_is_diffusion(model) ? (size_t) n_ubatch : tokens.size();
+    const size_t n_batch = llama_model_is_diffusion(model) || o.embeddings ? (size_t) n_ubatch : tokens.size();
 
     llama_context_params params = llama_context_default_params();
     params.n_ctx           = tokens.size() + 64;
@@ -117,12 +130,14 @@ std::vector<float> run(const options & o, llama_model * model, const std::vector
     params.n_threads_batch = o.n_threads;
     params.n_seq_max       = o.n_seq;
     params.kv_unified      = true;
+    params.embeddings      = o.embeddings;
+    params.pooling_type    = o.embeddings ? LLAMA_POOLING_TYPE_NONE : LLAMA_POOLING_TYPE_UNSPECIFIED;
     context_ptr ctx(llama_init_from_model(model, params));
     if (!ctx) {
         throw std::runtime_error("cannot create a context");
     }
-    const size_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
-    std::vector<float> logits(tokens.size() * n_vocab);
+    const size_t n_row = row_size(o, model);
+    std::vector<float> logits(tokens.size() * n_row);
 
     llama_batch batch = llama_batch_init(n_batch, 0, 1);
     int status = 0;
@@ -137,7 +152,8 @@ std::vector<float> run(const options & o, llama_model * model, const std::vector
         }
         status = llama_decode(ctx.get(), batch);
         for (int32_t i = 0; i < batch.n_tokens && status == 0; ++i) {
-            memcpy(logits.data() + (first + i) * n_vocab, llama_get_logits_ith(ctx.get(), i), n_vocab * sizeof(float));
+            const float * row = o.embeddings ? llama_get_embeddings_ith(ctx.get(), i) : llama_get_logits_ith(ctx.get(), i);
+            memcpy(logits.data() + (first + i) * n_row, row, n_row * sizeof(float));
         }
         if (auto * memory = llama_get_memory(ctx.get()); memory && n_batch < tokens.size()) {
             llama_memory_clear(memory, true);
@@ -176,8 +192,8 @@ bool is_informative(const std::vector<float> & logits) {
 
 int test(const options & o) {
     const model_ptr reference = load(o, "");
-    const llama_vocab * vocab = llama_model_get_vocab(reference.get());
-    const size_t n_vocab = llama_vocab_n_tokens(vocab);
+    const size_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(reference.get()));
+    const size_t n_row   = row_size(o, reference.get());
 
     std::mt19937 rng(o.seed);
     std::vector<llama_token> tokens(o.n_tokens);
@@ -223,7 +239,7 @@ int test(const options & o) {
             std::string verdict = "ok";
             if (!same(expected[i], actual)) {
                 const size_t d = first_difference(expected[i], actual);
-                verdict = "FAIL: token " + std::to_string(d / n_vocab) + ", logit " + std::to_string(d % n_vocab) + " differs";
+                verdict = "FAIL: token " + std::to_string(d / n_row) + ", value " + std::to_string(d % n_row) + " differs";
             } else if (n_miss == 0 || n_decode + n_prefill == 0) {
                 verdict = "FAIL: nothing was streamed";
             } else if (n_slot < n_expert && n_evictions == 0) {

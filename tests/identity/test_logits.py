@@ -8,12 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fixture_architectures import align, split_apart
 from fixture_models import LAYOUTS, run, split, tool
 from llama_server import environment
 
 # Evicted slots are filled with 0xff, and so is staging before it is used again: a read of stale bytes cannot go unseen. A slot
 # that changes while it holds an expert is an error at its next use.
 POISON = {"MOESTREAM_POISON": "1", "MOESTREAM_CHECK": "1"}
+
+
+PROMPT = "The command reads the file named on the command line and writes each line to standard output, numbered. " * 6
 
 
 def compare(
@@ -64,6 +68,35 @@ def test_shards(model: Callable[[str, str], Path], disk_folder: Path, layout: st
     compare(shards[0], "--moe-io", "direct", "--slots", "used", n_slots=1)
 
 
+@pytest.mark.parametrize("n_shards", [2, 3, 4, 5])
+@pytest.mark.parametrize("alignment", [32, 64])
+@pytest.mark.parametrize("load_mode", ["mmap", "none", "dio"])
+def test_files(model: Callable[[str, str], Path], tmp_path: Path, n_shards: int, alignment: int, load_mode: str) -> None:
+    shards = split(model("qwen2moe", "q4_0"), tmp_path / "model", n_shards)
+    for shard in shards:  # after the split: upstream's splitter writes every alignment as 32
+        align(shard, alignment)
+    compare(shards[0], "--load-mode", load_mode, "--slots", "used", n_slots=1)
+
+
+@pytest.mark.parametrize(("layout", "pattern"), [("openai-moe", r"\.bias$"), ("gemma4", r"\.scale$")])
+def test_experts_apart_from_their_biases_and_scales(
+    model: Callable[[str, str], Path], tmp_path: Path, layout: str, pattern: str
+) -> None:
+    shards = split_apart(model(layout, "q4_0"), tmp_path / "model", pattern)
+    compare(shards[0], "--slots", "used", n_slots=1)
+
+
+def test_symlinked_shards(model: Callable[[str, str], Path], tmp_path: Path) -> None:
+    # as download caches keep them: files under the names of their digests, and links under their own
+    shards = split(model("qwen3moe", "q4_0"), tmp_path / "model", 3)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for i, shard in enumerate(shards):
+        blob = shard.rename(tmp_path / "blobs" / f"{i:064x}")
+        (tmp_path / "snapshot" / shard.name).symlink_to(blob)
+    compare(tmp_path / "snapshot" / shards[0].name, "--slots", "used", n_slots=1)
+
+
 @pytest.mark.parametrize(("arguments", "env"), [
     ((), {}),
     ((), POISON),
@@ -98,3 +131,18 @@ def test_wide_batches_read_ahead(demo: Path) -> None:
     # 64 tokens choose 384 times among 64 experts: all of the next layer is read while this one computes
     size = ("--ubatch", "64", "--tokens", "160")
     assert compare(demo, "--slots", "6,40", *size, n_slots=2, n_ubatch=1, n_tokens=160) == {"staging": 2}
+
+
+def test_results_program(demo: Path, tmp_path: Path) -> None:
+    """Upstream's own program that writes all logits of a text to a file writes the same file."""
+    written = []
+    for name, arguments in {"stock": [], "again": [], "streamed": ["--moe-slots", "8"]}.items():
+        path = tmp_path / f"{name}.gguf"
+        run(
+            tool("llama-results"), "-m", demo, "-o", path, "-p", PROMPT, "-b", "512", "-ub", "9", "-t", "1", "--no-repack", "-c", "512",
+            *arguments, env=environment(POISON),
+        )  # fmt: skip
+        written.append(path.read_bytes())
+    assert len(written[0]) > 100 * 8192 * 4
+    assert written[0] == written[1], "the reference does not equal itself"
+    assert written[0] == written[2]
