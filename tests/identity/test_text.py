@@ -47,22 +47,12 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def perplexity(demo: Path, held_out: Path, *arguments: str) -> list[str]:
+def perplexity(demo: Path, held_out: Path, n_chunks: int, *arguments: str) -> list[str]:
     """The running values that llama-perplexity prints, and its final estimate."""
     done = run(
-        tool("llama-perplexity"),
-        "-m",
-        demo,
-        "-f",
-        held_out,
-        "-c",
-        "512",
-        "--chunks",
-        "12",
-        *PLAIN,
-        *arguments,
+        tool("llama-perplexity"), "-m", demo, "-f", held_out, "-c", "512", "--chunks", str(n_chunks), *PLAIN, *arguments,
         env=environment(),
-    )
+    )  # fmt: skip
     found = re.findall(r"\[\d+\]([\d.]+),", done.stdout) + re.findall(
         r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr
     )
