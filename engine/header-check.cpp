@@ -156,7 +156,7 @@ static std::string check_header(const std::string & path) {
     if (!S_ISREG(st.st_mode)) {
         return "'" + path + "' is no regular file; hint: give the path of a .gguf file";
     }
-    const std::unique_ptr<FILE, int (*)(FILE *)> f(fopen(path.c_str(), "rb"), [](FILE * f) { return f ? fclose(f) : 0; });
+    const std::unique_ptr<FILE, int (*)(FILE *)> f(fopen(path.c_str(), "rb"), [](FILE * file) { return file ? fclose(file) : 0; });
     if (!f) {
         return "";
     }
