@@ -288,6 +288,19 @@ TEST(an_error_names_operation_file_offset_and_length) {
     }
 }
 
+TEST(the_first_of_several_errors_is_told) {
+    // one worker: the reads come in their order
+    memory_fixture f(64 * KiB, 1, 1, 4 * KiB, [](int32_t, uint64_t size, uint64_t offset) -> int64_t {
+        return offset < 8 * KiB ? (int64_t) size : offset < 12 * KiB ? -EIO : -EBADF;
+    });
+    guarded_buffer a(20 * KiB), b(KiB);
+    transfer_group group;
+    f.r->submit(group, { read_of(1, 0, a), read_of(2, 40 * KiB, b) }, urgency::demand);
+    CHECK(!group.wait());
+    CHECK_CONTAINS(group.error(), "at offset 8192 of");
+    CHECK_CONTAINS(group.error(), strerror(EIO));
+}
+
 TEST(only_an_interruption_is_tried_again) {
     // EAGAIN too: the descriptors block, so it would not go away
     for (const int error : { EAGAIN, EIO, ENOMEM, EINVAL, EBADF }) {
