@@ -288,4 +288,37 @@ TEST(a_read_ahead_that_is_needed_goes_first) {
     CHECK_EQ(m.s->compute_end(true), "");
 }
 
+// With another layer to read ahead after it, layer 1's begin has to wait for those copies: they must not be behind its own reads.
+TEST(a_begin_waits_for_copies_and_not_for_reads) {
+    std::atomic<bool> begun { false };
+    bool was_begun = false;
+    door d(5); // the copies are queued, and begin() waits, while the first of these reads is under way
+    uint64_t first_of_1 = 0;
+    int32_t  file_of_1  = 0;
+    streamed m({ small, small, small }, [&](int32_t file, uint64_t, uint64_t offset) {
+        if (file == file_of_1 && offset == first_of_1) {
+            d.pass();
+        }
+        if (file == file_of_1 && offset == first_of_1 + 300) {
+            for (int32_t ms = 0; ms < 10000 && !begun; ++ms) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
+            was_begun = begun;
+        }
+    });
+    first_of_1 = m.experts.layers[1].parts[0].offset;
+    file_of_1  = m.experts.layers[1].parts[0].file;
+    m.s->compute_begin();
+    m.begin(0, true, all_of_four, true);
+    m.join(0, true);
+    d.ring();
+    m.begin(1, true, all_of_four, true);
+    begun = true;
+    m.join(1, true);
+    CHECK(was_begun);
+    m.begin(2, true, all_of_four);
+    m.join(2, true);
+    CHECK_EQ(m.s->compute_end(true), "");
+}
+
 int main(int argc, char ** argv) { return run_tests(argc, argv); }
