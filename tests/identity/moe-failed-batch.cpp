@@ -369,12 +369,15 @@ int test(const options & o) {
                 }
                 for (const int percent : { 0, 20, 60 }) { // of the graph's nodes, when the file is cut off
                     const int64_t n_nodes = c.start(s);
-                    const uint64_t n_errors = field(moe_model_stats_json(model.get()), "read_errors", "totals");
+                    const auto counted = [&](const char * name) { return field(moe_model_stats_json(model.get()), name, "totals"); };
+                    const uint64_t n_errors = counted("read_errors");
+                    uint64_t n_misses = counted("misses"); // when the file is cut off
                     if (percent == 0) {
                         model_file.cut();
                     }
                     const int status = c.interrupted(s.batch, n_nodes * percent / 100, [&] {
                         model_file.cut();
+                        n_misses = counted("misses");
                         return false;
                     });
                     const llama_pos position = c.last_position();
@@ -382,8 +385,9 @@ int test(const options & o) {
 
                     std::string problem;
                     if (status != -3) {
-                        problem = "decode returned " + std::to_string(status);
-                    } else if (field(moe_model_stats_json(model.get()), "read_errors", "totals") == n_errors) {
+                        problem = counted("misses") == n_misses ? "every expert was in memory, nothing could fail (another --seed?)" :
+                            "decode returned " + std::to_string(status);
+                    } else if (counted("read_errors") == n_errors) {
                         problem = "no read failed";
                     } else {
                         go_on(c, s, way);
