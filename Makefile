@@ -13,7 +13,7 @@ SLOTS  ?=
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: run test venv engine engine-tests lint test-unit test-cli test-patches test-native test-service test-identity \
-        test-e2e test-wheel clean
+        test-e2e test-upstream test-wheel soak clean
 
 # ---- set-up
 
@@ -71,6 +71,14 @@ test-identity: engine-tests
 
 test-e2e: engine-tests
 	$(PYTEST) tests/e2e
+
+# Upstream's own server tests on our llama-server, streaming off and on.
+test-upstream: engine-tests
+	$(PYTEST) tests/upstream
+
+# Serves for a long time among clients of which some go away: SECONDS=3600 SLOTS=8 JSON=soak.json
+soak: engine-tests
+	$(BIN)/python tests/soak.py --seconds $(or $(SECONDS),600) $(if $(SLOTS),--slots $(SLOTS)) $(if $(JSON),--json "$(JSON)")
 
 # Builds the wheel, installs it outside the checkout, builds the engine with it and serves the demo model.
 test-wheel: venv
