@@ -274,7 +274,7 @@ moe_load_guard::moe_load_guard(const llama_model_kv_override * overrides, const 
     return guard_begin(true);
 }()) {}
 
-moe_load_guard::~moe_load_guard() {
+static void guard_end(bool on) {
     if (on) {
         std::lock_guard<std::mutex> lock(guard_mutex);
         --guards;
@@ -282,6 +282,10 @@ moe_load_guard::~moe_load_guard() {
             ggml_set_abort_callback(callback_before);
         }
     }
+}
+
+moe_load_guard::~moe_load_guard() {
+    guard_end(on);
 }
 
 // The counts that upstream asserts, in its order. A key that is missing or of a wrong type has a message of upstream's.
@@ -332,11 +336,17 @@ void moe_load_guard::check(llama_model_loader & ml) const {
     }
 }
 
-// what upstream finds out only when it computes, by crashing
+// what upstream finds out only when it computes, by crashing or never ending
 static void check_model(const moe_stream & moe, const llama_hparams & hparams) {
     for (const float eps : { hparams.f_norm_eps, hparams.f_norm_rms_eps, hparams.f_norm_group_eps }) {
         if (!(eps >= 0.0f)) {
             refuse_file(format("the epsilon of a norm is %g: expected a number that is not negative", eps));
+        }
+    }
+    for (const uint32_t n_rot : { hparams.n_rot_full, hparams.n_rot_swa }) {
+        const bool sections = hparams.rope_type == LLAMA_ROPE_TYPE_MROPE || hparams.rope_type == LLAMA_ROPE_TYPE_IMROPE;
+        if (hparams.rope_type != LLAMA_ROPE_TYPE_NONE && (n_rot % 2 != 0 || (n_rot == 0 && sections))) {
+            refuse_file(format("rope.dimension_count is %u: expected an even number%s", n_rot, sections ? " from 2" : ""));
         }
     }
     for (const auto & [il, tensors] : moe.layers) {
@@ -887,8 +897,10 @@ static moe::chosen_experts chosen_of(const ggml_tensor * ids) {
     return { (const uint8_t *) ids->data, ids->ne[0], ids->ne[1], ids->nb[0], ids->nb[1] };
 }
 
+// guarded like loading: llama-server's, when it starts, is where a damaged model first computes
 moe_dry_run::moe_dry_run(const llama_model * model) : model(model) {
     if (model->hparams.moe) {
+        guard_begin(true);
         ++model->hparams.moe->n_dry;
     }
 }
@@ -896,6 +908,7 @@ moe_dry_run::moe_dry_run(const llama_model * model) : model(model) {
 moe_dry_run::~moe_dry_run() {
     if (model->hparams.moe) {
         --model->hparams.moe->n_dry;
+        guard_end(true);
     }
 }
 

@@ -9,13 +9,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from fixture_models import split, tool
 from llama_server import environment
-from malformed import CASES, I16, LARGE, LARGE_FILE, U16, fuzzed, set_key, tiny, truncations
+from malformed import CASES, F32, I16, LARGE, LARGE_FILE, U16, U32, fuzzed, number, set_key, tiny, truncations
 from waiting import free_port
 
 DEADLINE_S = 10.0  # a hang; on an idle machine a refusal takes a twentieth of a second
@@ -119,6 +120,29 @@ def test_no_permission(tmp_path: Path) -> None:
     assert "failed to open GGUF file" in output and str(model) in output
 
 
+def test_what_upstream_asserts_when_it_computes(model: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """llama-server computes two tokens when it starts, and that is guarded like loading."""
+    key = b"deepseek2.attention.temperature_scale" + F32.to_bytes(4, "little")
+    data = model("deepseek2", "f32").read_bytes()
+    at = data.index(key) + len(key)
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(data[:at] + number(F32, 0.5) + data[at + 4 :])
+    ended = end_of("llama-server", bad, tmp_path / "log")
+    assert ended.returncode == 1, ended.output
+    assert "moestream: cannot load the model: llama.cpp ends with" in ended.output
+    assert "GGML_ASSERT(n_attn_temp_floor_scale != 0) failed" in ended.output
+
+
+def test_a_rope_that_would_never_end(model: Callable[[str, str], Path], tmp_path: Path) -> None:
+    key = b"qwen35moe.rope.dimension_count" + U32.to_bytes(4, "little")
+    data = model("qwen35moe", "f32").read_bytes()
+    at = data.index(key) + len(key)
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(data[:at] + number(U32, 0) + data[at + 4 :])
+    said = "rope.dimension_count is 0: expected an even number from 2; hint: "
+    assert said in refusal("llama-completion", bad, tmp_path / "log")
+
+
 # --- splits ---
 
 
@@ -200,7 +224,7 @@ def test_random_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [
     "used > count", "overlap experts", "dims overflow", "magic",  # found by Python
-    "groups no divisor", "eps nan", "rope 7", "type I32 dense", "up missing",  # by the engine
+    "groups no divisor", "eps nan", "rope 8", "type I32 dense", "up missing",  # by the engine
 ])  # fmt: skip
 def test_start_says_why(tmp_path: Path, name: str) -> None:
     model = tmp_path / "bad.gguf"
