@@ -25,7 +25,8 @@ SERVERS = {
     "6 slots, direct": ("--moe-slots", "6", "--moe-io", "direct"),
     "9 slots, buffered, lfu": ("--moe-slots", "9", "--moe-io", "buffered", "--moe-policy", "lfu"),
 }
-POISON = {"MOESTREAM_POISON": "1"}  # an expert that lost its slot too early would give nonsense
+# An expert that lost its slot too early would give nonsense, and a slot whose bytes change is an error.
+CHECKED = {"MOESTREAM_POISON": "1", "MOESTREAM_CHECK": "1"}
 
 any_server = pytest.mark.parametrize("streaming", SERVERS.values(), ids=SERVERS.keys())
 
@@ -67,7 +68,7 @@ def back_to(server: LlamaServer, before: Held, rss_bytes: int = 24 << 20) -> Non
 def test_each_client_gets_the_answer_it_gets_alone(
     exact_model: Path, tmp_path: Path, alone: Answers, streaming: tuple[str, ...]
 ) -> None:
-    with LlamaServer(exact_model, tmp_path / "log", *SETTINGS, *streaming, env=POISON) as server:
+    with LlamaServer(exact_model, tmp_path / "log", *SETTINGS, *streaming, env=CHECKED) as server:
         for n_streamed in (0, 2, 4):
             asks = [clients.complete_streamed] * n_streamed + [LlamaServer.complete] * (4 - n_streamed)
             prompts = PROMPTS[n_streamed : n_streamed + 4]
@@ -112,7 +113,7 @@ def test_clients_that_go_away_leave_nothing_behind(
     def storm(seed: int) -> None:
         together(*(lambda s=seed + i: client(s) for i in range(6)))
 
-    with LlamaServer(exact_model, tmp_path / "log", *SETTINGS, *streaming, env=POISON) as server:
+    with LlamaServer(exact_model, tmp_path / "log", *SETTINGS, *streaming, env=CHECKED) as server:
         storm(100)  # threads and buffers that stay are there afterwards
         before = settled(server)
         storm(200)
