@@ -13,7 +13,7 @@ SLOTS  ?=
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: run test venv engine engine-tests lint test-unit test-cli test-patches test-native test-service test-identity \
-        test-e2e test-upstream test-wheel soak clean
+        test-e2e test-upstream test-wheel identity soak clean
 
 # ---- set-up
 
@@ -44,7 +44,7 @@ run: engine
 # ---- tests that need no GPU; the last line is pytest's own count
 
 test: lint test-native engine-tests
-	$(PYTEST) tests/unit tests/patches tests/cli tests/service tests/identity tests/e2e tests/wheel
+	$(PYTEST) tests/unit tests/patches tests/cli tests/service tests/identity tests/e2e tests/upstream tests/wheel
 
 lint: venv
 	$(BIN)/ruff check .
@@ -72,9 +72,14 @@ test-identity: engine-tests
 test-e2e: engine-tests
 	$(PYTEST) tests/e2e
 
-# Upstream's own server tests on our llama-server, streaming off and on.
+# Upstream's own tests on our build, streaming off and on.
 test-upstream: engine-tests
 	$(PYTEST) tests/upstream
+
+# Every architecture, type, width of a batch and layout of files; about an hour on two cores: ARCHITECTURES='^qwen' TYPES=f32,q4_k JSON=identity.json
+identity: engine-tests
+	$(BIN)/python tests/matrix.py --jobs $(JOBS) $(if $(ARCHITECTURES),--architectures '$(ARCHITECTURES)') \
+	  $(if $(TYPES),--types $(TYPES)) $(if $(JSON),--report "$(JSON)")
 
 # Serves for a long time among clients of which some go away: SECONDS=3600 SLOTS=8 JSON=soak.json
 soak: engine-tests

@@ -136,16 +136,17 @@ def split_apart(source: Path, prefix: Path, pattern: str) -> list[Path]:
 class TinyModel:
     """A GGUF in the making: random matrices, norms of ones, a vocabulary without text."""
 
-    def __init__(self, path: Path, architecture: str, n_vocab: int = 128) -> None:
-        self.writer = gguf.GGUFWriter(path, architecture)
+    def __init__(self, writer: gguf.GGUFWriter, n_vocab: int) -> None:
+        self.writer = writer
         self.rng = np.random.default_rng(1)
-        w = self.writer
-        w.add_context_length(2048)
-        w.add_expert_count(N_EXPERT)
-        w.add_expert_used_count(N_USED)
-        w.add_tokenizer_model("test")
-        w.add_token_list([f"tok_{i}" for i in range(n_vocab)])
-        w.add_token_scores([0.0] * n_vocab)
+        writer.add_context_length(2048)
+        writer.add_tokenizer_model("test")
+        writer.add_token_list([f"tok_{i}" for i in range(n_vocab)])
+        writer.add_token_scores([0.0] * n_vocab)
+
+    def has_experts(self) -> None:
+        self.writer.add_expert_count(N_EXPERT)
+        self.writer.add_expert_used_count(N_USED)
 
     def random(self, name: str, *shape: int, std: float = 0.1) -> None:
         self.writer.add_tensor(name, (self.rng.standard_normal(shape) * std).astype(np.float32))
@@ -158,8 +159,9 @@ class TinyModel:
 def write_step35(path: Path) -> None:
     """Sliding windows, a gate on attention, a first layer without experts, a shared expert, a bias that only chooses."""
     n_layer, n_vocab, d, d_head, n_head, d_ff = 4, 128, 256, 64, 4, 512
-    model = TinyModel(path, "step35", n_vocab)
-    w = model.writer
+    w = gguf.GGUFWriter(path, "step35")
+    model = TinyModel(w, n_vocab)
+    model.has_experts()
     w.add_block_count(n_layer)
     w.add_embedding_length(d)
     w.add_feed_forward_length(d_ff)
@@ -209,8 +211,9 @@ def _dense_ffn(model: TinyModel, b: str, suffix: str, d: int, d_ff: int) -> None
 def write_nomic_bert_moe(path: Path) -> None:
     """An encoder: attention goes both ways, every second layer has experts, these have no gate, the output is embeddings."""
     n_layer, n_vocab, d, n_head, d_ff = 4, 128, 256, 4, 512
-    model = TinyModel(path, "nomic-bert-moe", n_vocab)
-    w = model.writer
+    w = gguf.GGUFWriter(path, "nomic-bert-moe")
+    model = TinyModel(w, n_vocab)
+    model.has_experts()
     w.add_block_count(n_layer)
     w.add_embedding_length(d)
     w.add_feed_forward_length(d_ff)
@@ -270,3 +273,36 @@ def write_uneven_nemotron(source: Path, target: Path) -> None:
                 data = data[:, :, : d_ff // 2]
             writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=tensor.tensor_type)
     finish(writer)
+
+
+def write_graniteswitch(path: Path) -> None:
+    """No experts, but matrices stacked like experts: an adapter for each token is chosen by id. No model to stream."""
+    n_layer, n_vocab, d, n_head, d_ff, n_adapter, rank = 2, 128, 256, 4, 512, 3, 32
+    w = gguf.GGUFWriter(path, "graniteswitch")
+    model = TinyModel(w, n_vocab)
+    w.add_block_count(n_layer)
+    w.add_embedding_length(d)
+    w.add_feed_forward_length(d_ff)
+    w.add_head_count(n_head)
+    w.add_head_count_kv(n_head)
+    w.add_layer_norm_rms_eps(1e-6)
+    w.add_logit_scale(1.0)
+    w.add_rope_dimension_count(d // n_head)
+    w.add_uint32("graniteswitch.adapters.count", n_adapter)
+    w.add_uint32("graniteswitch.adapters.lora_rank", rank)
+    w.add_float32("graniteswitch.adapters.router_gain", 50.0)
+    w.add_array("graniteswitch.adapters.token_ids_activate", [1, 2, 3])
+    w.add_array("graniteswitch.adapters.token_ids_substitute", [4, 5, 6])
+    model.random("token_embd.weight", n_vocab, d)
+    model.ones(["output_norm.weight"], d)
+    for il in range(n_layer):
+        b = f"blk.{il}."
+        model.ones([b + "attn_norm.weight", b + "ffn_norm.weight"], d)
+        model.random(b + "attn_qkv.weight", 3 * d, d)
+        shapes = {"attn_output": (d, d), "ffn_gate": (d_ff, d), "ffn_up": (d_ff, d), "ffn_down": (d, d_ff)}
+        for name, shape in shapes.items():
+            model.random(f"{b}{name}.weight", *shape)
+        for name, (n_out, n_in) in {**shapes, "attn_q": (d, d), "attn_k": (d, d), "attn_v": (d, d)}.items():
+            model.random(f"{b}{name}.lora_a", n_adapter + 1, rank, n_in)
+            model.random(f"{b}{name}.lora_b", n_adapter + 1, n_out, rank)
+    finish(w)

@@ -9,6 +9,10 @@ from pathlib import Path
 import fixture_architectures as architectures
 import matrix
 import pytest
+from fixture_models import run, tool
+from llama_server import environment
+
+from moestream import gguf_facts
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +28,15 @@ def test_all_architectures(sources: dict[str, Path], tmp_path: Path) -> None:
     assert sum(o.n_equal for o in outcomes) == 4 * len(sources)
     # with the fewest slots one token goes through them, and nine do not fit
     assert all(o.ways == {"slots": 1, "staging": 1} and o.n_evicting == 2 for o in outcomes)
+
+
+def test_adapters_stacked_like_experts_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "graniteswitch.gguf"
+    architectures.write_graniteswitch(path)
+    facts = gguf_facts.read(path)
+    assert (facts.n_expert, facts.expert_tensors) == (0, ())
+    reference = ("-m", path, "--threads", "1", "--tokens", "32", "--ubatch", "1,9")
+    done = run(tool("moe-identity"), *reference, "--slots", "all", env=environment(), ok=False)
+    assert "this is not a mixture-of-experts model" in done.stderr
+    assert done.stdout == "", "the reference loads, computes and equals itself; what streams is refused"
+    assert done.returncode == 2
