@@ -153,19 +153,20 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     moe::stream_report           report;
     std::string                  error; // of the last graph
 
-    ~moe_stream();
-
     std::string stats_json() {
         std::lock_guard<std::mutex> lock(report_mutex);
-        return moe::stats_json(report, stream->stats());
+        return stream ? moe::stats_json(report, stream->stats()) : moe::stats_json_off();
     }
+
+    // the model ends; whoever asks for statistics at this moment may hold this a little longer
+    void close();
 };
 
 // the models that stream, the newest last
 static std::mutex                             live_mutex;
 static std::vector<std::weak_ptr<moe_stream>> live;
 
-moe_stream::~moe_stream() {
+void moe_stream::close() {
     if (!stream) {
         return;
     }
@@ -176,6 +177,13 @@ moe_stream::~moe_stream() {
             LLAMA_LOG_ERROR("moestream: cannot write MOESTREAM_STATS_FILE '%s'\n", path);
         }
     }
+    std::lock_guard<std::mutex> lock(report_mutex);
+    stream.reset(); // its workers write to the slots, which the model is about to free
+}
+
+// what a model holds: letting go of it ends the workers
+static std::shared_ptr<moe_stream> held_by_model(const std::shared_ptr<moe_stream> & moe) {
+    return { moe.get(), [moe](moe_stream * m) { m->close(); } };
 }
 
 static std::shared_ptr<moe_stream> newest() {
@@ -199,7 +207,7 @@ std::string moe_stats_prometheus() {
         return "";
     }
     std::lock_guard<std::mutex> lock(moe->report_mutex);
-    return moe::stats_prometheus(moe->report, moe->stream->stats());
+    return moe->stream ? moe::stats_prometheus(moe->report, moe->stream->stats()) : "";
 }
 
 std::string moe_model_stats_json(const llama_model * model) {
@@ -601,7 +609,7 @@ std::shared_ptr<moe_stream> moe_load_begin(
         posix_fadvise(file->file_id(), 0, 0, POSIX_FADV_RANDOM);
     }
 #endif
-    return moe;
+    return held_by_model(moe);
 }
 
 ggml_backend_buffer_type_t moe_load_tensor(
