@@ -148,6 +148,12 @@ class TinyModel:
         self.writer.add_expert_count(N_EXPERT)
         self.writer.add_expert_used_count(N_USED)
 
+    def has_size(self, n_layer: int, d: int, d_ff: int, n_head: int) -> None:
+        self.writer.add_block_count(n_layer)
+        self.writer.add_embedding_length(d)
+        self.writer.add_feed_forward_length(d_ff)
+        self.writer.add_head_count(n_head)
+
     def random(self, name: str, *shape: int, std: float = 0.1) -> None:
         self.writer.add_tensor(name, (self.rng.standard_normal(shape) * std).astype(np.float32))
 
@@ -162,10 +168,7 @@ def write_step35(path: Path) -> None:
     w = gguf.GGUFWriter(path, "step35")
     model = TinyModel(w, n_vocab)
     model.has_experts()
-    w.add_block_count(n_layer)
-    w.add_embedding_length(d)
-    w.add_feed_forward_length(d_ff)
-    w.add_head_count(n_head)
+    model.has_size(n_layer, d, d_ff, n_head)
     w.add_head_count_kv(n_head)
     w.add_key_length(d_head)
     w.add_value_length(d_head)
@@ -214,10 +217,7 @@ def write_nomic_bert_moe(path: Path) -> None:
     w = gguf.GGUFWriter(path, "nomic-bert-moe")
     model = TinyModel(w, n_vocab)
     model.has_experts()
-    w.add_block_count(n_layer)
-    w.add_embedding_length(d)
-    w.add_feed_forward_length(d_ff)
-    w.add_head_count(n_head)
+    model.has_size(n_layer, d, d_ff, n_head)
     w.add_layer_norm_eps(1e-6)
     w.add_causal_attention(False)
     w.add_pooling_type(gguf.PoolingType.NONE)
@@ -280,10 +280,7 @@ def write_graniteswitch(path: Path) -> None:
     n_layer, n_vocab, d, n_head, d_ff, n_adapter, rank = 2, 128, 256, 4, 512, 3, 32
     w = gguf.GGUFWriter(path, "graniteswitch")
     model = TinyModel(w, n_vocab)
-    w.add_block_count(n_layer)
-    w.add_embedding_length(d)
-    w.add_feed_forward_length(d_ff)
-    w.add_head_count(n_head)
+    model.has_size(n_layer, d, d_ff, n_head)
     w.add_head_count_kv(n_head)
     w.add_layer_norm_rms_eps(1e-6)
     w.add_logit_scale(1.0)

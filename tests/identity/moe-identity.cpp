@@ -13,6 +13,7 @@
 
 #include "llama.h"
 #include "moe-api.h"
+#include "replay.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -24,6 +25,11 @@
 #include <vector>
 
 namespace {
+
+using replay::context_ptr;
+using replay::field;
+using replay::model_ptr;
+using replay::split;
 
 struct options {
     std::string model;
@@ -37,21 +43,6 @@ struct options {
     llama_load_mode load_mode = LLAMA_LOAD_MODE_AUTO;
     std::vector<llama_model_kv_override> moe;
 };
-
-struct model_free   { void operator()(llama_model   * m) const { llama_model_free(m); } };
-struct context_free { void operator()(llama_context * c) const { llama_free(c); } };
-using model_ptr   = std::unique_ptr<llama_model, model_free>;
-using context_ptr = std::unique_ptr<llama_context, context_free>;
-
-std::vector<std::string> split(const std::string & s) {
-    std::vector<std::string> out;
-    for (size_t pos = 0; pos <= s.size(); ) {
-        const size_t end = std::min(s.find(',', pos), s.size());
-        out.push_back(s.substr(pos, end - pos));
-        pos = end + 1;
-    }
-    return out;
-}
 
 options parse(int argc, char ** argv) {
     options o;
@@ -82,16 +73,6 @@ options parse(int argc, char ** argv) {
         throw std::invalid_argument("no model given (-m)");
     }
     return o;
-}
-
-// an integer field of the stats JSON; the first occurrence behind `after`
-uint64_t field(const std::string & json, const std::string & key, const std::string & after = "") {
-    const size_t start = after.empty() ? 0 : json.find("\"" + after + "\"");
-    const size_t pos   = start == std::string::npos ? start : json.find("\"" + key + "\":", start);
-    if (pos == std::string::npos) {
-        throw std::runtime_error("no field '" + key + "' in " + json.substr(0, 200));
-    }
-    return std::stoull(json.substr(pos + key.size() + 3));
 }
 
 model_ptr load(const options & o, const std::string & slots) {

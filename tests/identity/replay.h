@@ -72,8 +72,8 @@ inline options parse(int argc, char ** argv) {
 }
 
 // an integer field of the stats JSON; the first occurrence behind `after`
-inline uint64_t field(const std::string & json, const std::string & key, const std::string & after) {
-    const size_t start = json.find("\"" + after + "\"");
+inline uint64_t field(const std::string & json, const std::string & key, const std::string & after = "") {
+    const size_t start = after.empty() ? 0 : json.find("\"" + after + "\"");
     const size_t pos   = start == std::string::npos ? start : json.find("\"" + key + "\":", start);
     if (pos == std::string::npos) {
         throw std::runtime_error("no field '" + key + "' in " + json.substr(0, 200));
