@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -94,7 +95,7 @@ def check(cell: Cell, source: Path, folder: Path) -> Outcome:
     with tempfile.TemporaryDirectory(dir=folder) as own:
         try:
             compare(cell, _model(cell, source, Path(own)), outcome)
-        except AssertionError as error:
+        except (AssertionError, subprocess.TimeoutExpired) as error:
             outcome.problem = str(error)[-600:]
     outcome.seconds = time.monotonic() - started
     return outcome
