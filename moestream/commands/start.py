@@ -109,6 +109,12 @@ def _api_key(extra: tuple[str, ...]) -> str | None:
     return None
 
 
+def _given(extra: tuple[str, ...], flag: str, variable: str) -> str:
+    """A setting as llama-server finds it: an argument, even an empty one, beats the environment. Empty: not given."""
+    value = value_after(extra, flag)
+    return os.environ.get(variable, "") if value is None else value
+
+
 def make_plan(
     settings: ServerSettings, *, backend: str | None = None, detached: bool = False, ready_timeout_s: float = 900.0
 ) -> ServerPlan:
@@ -136,12 +142,15 @@ def make_plan(
         ctx = min(DEFAULT_CTX_TOKENS, facts.n_ctx_train or DEFAULT_CTX_TOKENS)
     ready = replace(settings, model=facts.files[0].absolute(), port=port, ctx=ctx)
     extra = settings.extra
-    https = bool(value_after(extra, "--ssl-key-file") and value_after(extra, "--ssl-cert-file"))
+    https = bool(_given(extra, "--ssl-key-file", "LLAMA_ARG_SSL_KEY_FILE")) and bool(
+        _given(extra, "--ssl-cert-file", "LLAMA_ARG_SSL_CERT_FILE")
+    )
+    prefix = _given(extra, "--api-prefix", "LLAMA_ARG_API_PREFIX")
     return ServerPlan(
         argv=tuple(build_argv(engine.tool("llama-server").absolute(), ready)),
         host=settings.host,
         port=port,
-        url=base_url(settings.host, port, https=https, prefix=value_after(extra, "--api-prefix") or ""),
+        url=base_url(settings.host, port, https=https, prefix=prefix),
         model=str(ready.model),
         slots=settings.slots,
         engine_id=engine.id,

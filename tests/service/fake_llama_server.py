@@ -80,6 +80,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def prefixed(self):
+        """Takes --api-prefix off the path; a request without it is for nobody."""
+        prefix = value_of("--api-prefix", os.environ.get("LLAMA_ARG_API_PREFIX", ""))
+        if not self.path.startswith(prefix + "/"):
+            self.answer(404, {"error": {"code": 404}})
+            return False
+        self.path = self.path.removeprefix(prefix)
+        return True
+
     def refused(self):
         key = FAULTS.get("needs-key")
         if key and self.headers.get("Authorization") != f"Bearer {key}":
@@ -90,6 +99,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if "hangs" in FAULTS:
             time.sleep(3600)
+        if not self.prefixed():
+            return
         if self.path == "/health":
             ready = READY_AT is not None and time.monotonic() >= READY_AT
             self.answer(200 if ready else 503, {"status": "ok"} if ready else {"error": {"code": 503}})
@@ -104,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.refused():
+        if not self.prefixed() or self.refused():
             return
         if self.path != "/v1/chat/completions":
             self.answer(404, {"error": {"code": 404}})

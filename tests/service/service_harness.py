@@ -37,6 +37,7 @@ class Home:
         self.server = self._install()
         self.port = free_port()
         self.started: list[subprocess.Popen[str]] = []
+        self.variables: dict[str, str] = {}  # what a test adds to the environment
 
     def _install(self) -> Path:
         program = self.folder / "data" / "engines" / "fake" / "bin" / "llama-server"
@@ -60,7 +61,7 @@ class Home:
     def environment(self, fake: str = "") -> dict[str, str]:
         self._describe()
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("LLAMA_", "MOESTREAM_"))}
-        return {**kept, "MOESTREAM_HOME": str(self.folder), "FAKE_LLAMA": fake, "PYTHONPATH": str(ROOT)}
+        return {**kept, "MOESTREAM_HOME": str(self.folder), "FAKE_LLAMA": fake, "PYTHONPATH": str(ROOT), **self.variables}
 
     def popen(self, *arguments: str, fake: str = "", stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
         process = subprocess.Popen(

@@ -380,6 +380,15 @@ def test_api_key_is_used_and_not_shown(home: Home) -> None:
     assert record.stat().st_mode & 0o077 == 0
 
 
+def test_a_prefix_from_the_environment(home: Home) -> None:
+    home.variables["LLAMA_ARG_API_PREFIX"] = "/env"
+    done = home.run(*home.start_arguments("--detach", "--json", "--ready-timeout", "5"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["openai_base_url"] == f"http://127.0.0.1:{home.port}/env/v1"
+    home.variables.clear()
+    assert json.loads(home.run("status", "--json").stdout)["servers"][0]["state"] == "ready"
+
+
 def test_stock_server_without_stats(home: Home) -> None:
     done = home.run(*home.start_arguments("--detach"), fake="no-stats")
     assert done.returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,8 +49,8 @@ def test_a_model_without_experts(facts: GgufFacts) -> None:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOESTREAM_HOME", str(tmp_path))
-    for name in ("LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("LLAMA_")]:
+        monkeypatch.delenv(name)
     fake = SimpleNamespace(id="e", backend="cpu", tool=lambda name: tmp_path / name)
     monkeypatch.setattr(start.engines, "in_use", lambda backend: fake)
 
@@ -83,6 +84,25 @@ def test_where_to_ask(engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("LLAMA_API_KEY", "env")
     assert plan_of().api_key == "env"
     assert plan_of(extra=("--api-key", "a,b")).api_key == "a"
+
+
+def test_where_to_ask_by_the_environment(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama-server reads it too, and a question to another address would find nobody until the time is over."""
+    monkeypatch.setenv("LLAMA_ARG_API_PREFIX", "/env")
+    monkeypatch.setenv("LLAMA_ARG_SSL_KEY_FILE", "k")
+    plan = plan_of()
+    assert plan.url == f"http://127.0.0.1:{plan.port}/env"  # TLS takes both files
+    plan = plan_of(extra=("--ssl-cert-file", "c"))
+    assert plan.url == f"https://127.0.0.1:{plan.port}/env"
+    monkeypatch.setenv("LLAMA_ARG_SSL_CERT_FILE", "c")
+    plan = plan_of(extra=("--api-prefix", "/x"))
+    assert plan.url == f"https://127.0.0.1:{plan.port}/x"
+    plan = plan_of(extra=("--api-prefix", "", "--ssl-key-file", ""))
+    assert plan.url == f"http://127.0.0.1:{plan.port}"
+    monkeypatch.setenv("LLAMA_ARG_HOST", "192.0.2.1")  # start passes both, and arguments win
+    monkeypatch.setenv("LLAMA_ARG_PORT", "1")
+    plan = plan_of(host="127.0.0.1", extra=("--ssl-key-file", ""))
+    assert plan.url == f"http://127.0.0.1:{plan.port}/env"
 
 
 def test_plan_survives_its_way_to_the_supervisor(engine: None) -> None:
