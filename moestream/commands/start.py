@@ -219,7 +219,7 @@ def ready_result(plan: ServerPlan, facts: ReadyFacts, *, elapsed_s: float, super
         ("OpenAI URL", f"{plan.url}/v1"),
         ("model", plan.model),
         ("engine", f"{plan.engine_id} ({plan.backend})"),
-        ("slots", report.slots_line(stats)),
+        ("slots", report.slots_line(stats, requested=plan.slots, sleeping=props.get("is_sleeping") is True)),
         ("memory", report.memory_line(stats)),
         ("kernels", report.kernels_line(stats, no_repack="--no-repack" in plan.argv)),
         ("context", _context_line(plan, n_ctx, parallel)),

@@ -34,6 +34,7 @@ def describe(record: ServerRecord) -> tuple[dict[str, Any], str]:
     """What a server does now, as data and as text; asks it."""
     pid = record.server.pid if record.server else None
     stats: Stats | None = None
+    sleeping: bool | None = None
     server_alive, supervisor_alive = record.server_alive, record.supervisor.alive()
     if not server_alive:
         # A moment before the first fork and after the last wait the supervisor alone is there.
@@ -45,6 +46,7 @@ def describe(record: ServerRecord) -> tuple[dict[str, Any], str]:
             health = client.health()
             if health is Health.READY:
                 stats = client.stats()
+                sleeping = client.sleeping()
         state = _BY_HEALTH[health]
         if health is Health.REFUSED and record.ready_s is not None:
             state = "not answering"
@@ -67,19 +69,20 @@ def describe(record: ServerRecord) -> tuple[dict[str, Any], str]:
         "ended": record.ended or None,
         "rss_bytes": rss,
         "slots_requested": record.slots,
+        "sleeping": sleeping,
         "streaming": stats.streaming if stats and stats.available else None,
         "hit_rate": stats.hit_rate if stats else None,
         "stats": stats.raw if stats else None,
         "stats_unavailable": (stats.reason or None) if stats else None,
     }
-    head = f"port {record.port}: {state}"
+    head = f"port {record.port}: {state}" + (", asleep until the next request" if sleeping else "")
     if state == "ended":
         head += f" ({record.ended or 'without a trace: its supervisor was killed or the machine restarted'})"
     rows: list[tuple[str, str | None]] = [
         ("  address", record.url if server_alive else None),
         ("  model", record.model),
         ("  pid", f"{pid}, up {report.duration(uptime_s)}" if uptime_s is not None else None),
-        ("  slots", report.slots_line(stats) if stats else None),
+        ("  slots", report.slots_line(stats, requested=record.slots, sleeping=bool(sleeping)) if stats else None),
         ("  experts", report.traffic_line(stats) if stats else None),
         ("  memory", report.memory_line(stats) if stats else None),
         ("  resident", report.size(rss) if rss is not None else None),

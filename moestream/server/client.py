@@ -126,6 +126,10 @@ class ServerClient:
             return {}
         return _json(response) if response.status_code == 200 else {}
 
+    def sleeping(self) -> bool:
+        """Whether it has freed its model until the next request. Does not wake it, nor do ``health`` and ``stats``."""
+        return self.props().get("is_sleeping") is True
+
     def stats(self) -> Stats:
         """GET /moe/stats; says why when there is none."""
         try:

@@ -28,10 +28,18 @@ def duration(seconds: float) -> str:
     return f"{s // 86400} d {s % 86400 // 3600} h"
 
 
-def slots_line(stats: Stats) -> str:
-    """The slots in force, or why there are none."""
+def slots_line(stats: Stats, *, requested: str = "", sleeping: bool = False) -> str:
+    """The slots in force, or why there are none.
+
+    Args:
+        stats: what the server says of streaming.
+        requested: the slots it was started with: a number, ``auto``, ``all``, ``off``.
+        sleeping: whether it has freed its model; it says then that nothing streams, which is not for good.
+    """
     if not stats.available:
         return f"unknown: {stats.reason}"
+    if sleeping and requested != "off":
+        return f"none while the server sleeps; streaming resumes with the next request (--slots {requested})"
     if not stats.streaming:
         return "off: expert streaming is off, all weights are loaded as llama.cpp does"
     raw = stats.raw or {}

@@ -18,6 +18,7 @@ FAKE_LLAMA, separated by commas:
     refuses           gives up as moestream's llama-server does on settings it refuses
     no-stats          404 on /moe/stats, as stock llama-server
     streaming-off
+    sleeps               has freed its model, as llama-server after --sleep-idle-seconds
     needs-key=K       401 on everything but /health without this API key
 """
 
@@ -48,7 +49,7 @@ def log(text):
 
 
 def stats():
-    if "streaming-off" in FAULTS:
+    if "streaming-off" in FAULTS or "sleeps" in FAULTS:
         return {"schema": "moestream/stats/1", "streaming": False}
     slots = value_of("--moe-slots")
     n_slots = 12 if slots == "auto" else 64 if slots == "all" else int(slots)
@@ -107,7 +108,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.refused():
             return
         elif self.path == "/props":
-            self.answer(200, {"total_slots": 4, "default_generation_settings": {"n_ctx": 2048}})
+            self.answer(200, {"total_slots": 4, "default_generation_settings": {"n_ctx": 2048},
+                              "is_sleeping": "sleeps" in FAULTS})  # fmt: skip
         elif self.path == "/moe/stats" and "no-stats" not in FAULTS:
             self.answer(200, stats())
         else:

@@ -69,6 +69,21 @@ def test_status_says_when_nothing_streams(home: Home, fake: str, text: str) -> N
     assert f"slots     {text}" in home.run("status").stdout
 
 
+def test_status_of_a_sleeping_server(home: Home) -> None:
+    start_detached(home, "sleeps")
+    text = home.run("status").stdout
+    assert text.startswith(f"port {home.port}: ready, asleep until the next request\n")
+    assert "slots     none while the server sleeps; streaming resumes with the next request (--slots 8)\n" in text
+    assert [(s["state"], s["sleeping"], s["streaming"]) for s in servers(home)] == [("ready", True, False)]
+    asked = {line.split()[-4] for line in home.run("logs").stdout.splitlines() if line.startswith("request: ")}
+    assert asked == {"/health", "/props", "/moe/stats"}  # what llama-server answers asleep
+
+
+def test_status_of_one_that_is_awake(home: Home) -> None:
+    start_detached(home)
+    assert [s["sleeping"] for s in servers(home)] == [False]
+
+
 def test_status_while_loading(home: Home) -> None:
     home.popen(*home.start_arguments(), fake="never-healthy")
     home.record_in_state("loading")

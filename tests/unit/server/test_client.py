@@ -86,6 +86,12 @@ def test_streaming_off() -> None:
     assert stats.hit_rate is None
 
 
+@pytest.mark.parametrize(("requested", "line"), [("8", "none while the server sleeps"), ("off", "off: ")])
+def test_slots_of_a_sleeping_server(requested: str, line: str) -> None:
+    stats = Stats(True, raw={"schema": "moestream/stats/1", "streaming": False})
+    assert report.slots_line(stats, requested=requested, sleeping=True).startswith(line)
+
+
 def test_no_lookup_yet() -> None:
     stats = Stats(True, raw={"streaming": True, "totals": {"hits": 0, "misses": 0}})
     assert report.traffic_line(stats) == "no expert was looked up yet"
