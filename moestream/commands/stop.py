@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Generator
 from typing import Annotated, Any
 
 import typer
@@ -41,6 +42,9 @@ def stop_server(store: RecordStore, record: ServerRecord | BrokenRecord, *, grac
 
     Returns:
         ``port``, ``outcome`` (a value of ``process.Outcome``, or ``stale``) and ``detail``.
+
+    Raises:
+        MoestreamError: it does not end, or what lies in the place of a stale record cannot be removed.
     """
     if isinstance(record, BrokenRecord):
         store.remove_stale(record.port)
@@ -87,7 +91,10 @@ def stop_server(store: RecordStore, record: ServerRecord | BrokenRecord, *, grac
         except ValueError:  # it ended by itself just then, or its record could not be written or was taken away
             outcome = Outcome.STOPPED
             detail = f"it ended: {last.ended}" if ours and last.ended else "it ended; how is not known"
-    store.remove_stale(record.port)
+    try:
+        store.remove_stale(record.port)
+    except MoestreamError as error:  # a full disk: the server is gone all the same, which is what was asked for
+        detail += f"; its state file stays: {error.message}"
     return {**base, "outcome": outcome.value, "detail": detail}
 
 
@@ -101,7 +108,7 @@ def stop(
     port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="N", help="The server on this port.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="Every server.")] = False,
     grace: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How long it may take before it is killed.")] = 10.0,
-) -> Result:
+) -> Generator[Result, None, None]:
     """Stop a server: the only one, the one on --port, or --all."""
     store = RecordStore()
     if port is not None and all_:
@@ -122,6 +129,16 @@ def stop(
             )
         if not all_ and not chosen:
             raise MoestreamError("no server runs that moestream has started", hint="moestream status lists the servers")
-    done = [stop_server(store, record, grace_s=grace) for record in chosen]
-    text = "\n".join(f"port {d['port']}: {d['detail']}" for d in done) or "no server runs"
-    return Result("stop", {"servers": done}, text)
+    done: list[dict[str, Any]] = []
+    failures: list[MoestreamError] = []
+    for record in chosen:
+        try:
+            done.append(stop_server(store, record, grace_s=grace))
+        except MoestreamError as error:  # the others are to be stopped all the same
+            failures.append(error)
+            done.append({"port": record.port, "outcome": "failed", "detail": f"failed: {error.message}"})
+    if len(failures) < len(chosen) or not chosen:
+        text = "\n".join(f"port {d['port']}: {d['detail']}" for d in done) or "no server runs"
+        yield Result("stop", {"servers": done}, text)
+    if failures:
+        raise failures[0]

@@ -26,6 +26,7 @@ from moestream import paths
 from moestream.errors import MoestreamError
 
 SCHEMA = "moestream/server-record/1"
+_BY_HAND = "look at it and remove it by hand"
 
 
 @dataclass(frozen=True)
@@ -200,13 +201,27 @@ class ServerRecord:
             record = cls(**values)
         except (KeyError, TypeError) as error:
             raise ValueError(f"incomplete record: {error}") from error
-        if not isinstance(record.port, int):
-            raise ValueError("incomplete record: port")
+        for name, types in _TYPES.items():
+            if not isinstance(getattr(record, name), types):
+                raise ValueError(f"incomplete record: {name}")
         return record
 
 
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("host", "url", "state", "engine_id", "backend", "model", "slots", "log_path", "ended", "outcome"), str),
+    "port": int,
+    "started_s": int | float,
+    "ready_s": int | float | None,
+    "ended_s": int | float | None,
+    "api_key": str | None,
+}
+
+
 def _mark(raw: dict[str, Any]) -> ProcessMark:
-    return ProcessMark(int(raw["pid"]), float(raw["created_s"]), str(raw["token"]), tuple(raw["cmdline"]))
+    pid = int(raw["pid"])
+    if not 0 < pid < 2**31:
+        raise ValueError(f"incomplete record: pid {pid}")
+    return ProcessMark(pid, float(raw["created_s"]), str(raw["token"]), tuple(map(str, raw["cmdline"])))
 
 
 @dataclass(frozen=True)
@@ -241,15 +256,20 @@ class RecordStore:
         """The record of a port, None where there is none."""
         path = self.path(port)
         try:
-            return ServerRecord.from_json(path.read_text(encoding="utf-8"))
+            record = ServerRecord.from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            return BrokenRecord(port, path, error.strerror or str(error))
+        except (ValueError, RecursionError) as error:
             return BrokenRecord(port, path, str(error))
+        if record.port != port:
+            return BrokenRecord(port, path, f"the record of another port, {record.port}")
+        return record
 
     def all(self) -> Iterator[ServerRecord | BrokenRecord]:
         """All records, by port."""
-        ports = (int(p.stem) for p in self.folder.glob("*.json") if p.stem.isascii() and p.stem.isdigit())
+        ports = {int(p.stem) for p in self.folder.glob("*.json") if p.stem.isascii() and p.stem.isdigit()}
         for port in sorted(ports):
             record = self.read(port)
             if record is not None:
@@ -264,7 +284,7 @@ class RecordStore:
         with self._locked():
             other = self.read(record.port)
             if not (isinstance(other, ServerRecord) and other.alive):
-                self._wanted_path(record.port).unlink(missing_ok=True)
+                _unlink(self._wanted_path(record.port))
                 self._write(record)
                 return
         raise MoestreamError(
@@ -282,7 +302,7 @@ class RecordStore:
         """Take the record away, unless another supervisor has claimed the port since."""
         with self._locked():
             if self._owned(record):
-                self.path(record.port).unlink(missing_ok=True)
+                _unlink(self.path(record.port))
 
     def want_end(self, port: int) -> None:
         """Let the record of the server that ends next on this port stay, for ``stop`` to read how it ended."""
@@ -297,16 +317,20 @@ class RecordStore:
             if self._wanted_path(record.port).exists():
                 self._write(record)
             else:
-                self.path(record.port).unlink(missing_ok=True)
+                _unlink(self.path(record.port))
 
     def remove_stale(self, port: int) -> bool:
-        """Take away what lies in the place of a record, unless something of it runs. Returns whether it is away."""
+        """Take away what lies in the place of a record, unless something of it runs. Returns whether it is away.
+
+        Raises:
+            MoestreamError: it cannot be taken away, for example a folder.
+        """
         with self._locked():
             current = self.read(port)
             if isinstance(current, ServerRecord) and current.alive:
                 return False
-            self.path(port).unlink(missing_ok=True)
-            self._wanted_path(port).unlink(missing_ok=True)
+            _unlink(self.path(port))
+            _unlink(self._wanted_path(port))
             return True
 
     def limit_logs(self, keep: int) -> None:
@@ -343,7 +367,7 @@ class RecordStore:
 
     def _write(self, record: ServerRecord) -> None:
         path = self.path(record.port)
-        with _state_errors(self.folder):
+        with _state_errors(path):
             fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=self.folder)  # mode 0600
             try:
                 with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -359,10 +383,18 @@ def _state_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        in_the_way = isinstance(error, IsADirectoryError)
         raise MoestreamError(
             f"cannot write {path}: {error.strerror or error}",
-            hint="set MOESTREAM_HOME to a folder that can be written",
+            hint=_BY_HAND if in_the_way else "set MOESTREAM_HOME to a folder that can be written",
         ) from error
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise MoestreamError(f"cannot remove {path}: {error.strerror or error}", hint=_BY_HAND) from error
 
 
 def make_private(folder: Path) -> None:

@@ -105,7 +105,7 @@ class Home:
 
     def clean(self) -> None:
         for record in (self.folder / "state" / "servers").glob("*.json"):
-            with contextlib.suppress(ValueError, KeyError, psutil.Error):
+            with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
                 supervisor = json.loads(record.read_text())["supervisor"]
                 process = psutil.Process(supervisor["pid"])
                 if process.cmdline() == supervisor["cmdline"]:

@@ -266,6 +266,43 @@ def test_unreadable_record(home: Home) -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize("arguments", [(), ("--all",)])
+def test_one_bad_entry_does_not_keep_from_the_others(home: Home, arguments: tuple[str, ...]) -> None:
+    start_detached(home)
+    bad = home.folder / "state" / "servers" / "9.json"
+    bad.mkdir()
+    assert [s["state"] for s in servers(home)] == ["unknown", "ready"]
+    assert f"port 9: unreadable state file {bad} (Is a directory)" in home.run("status").stdout
+    done = home.run("stop", *arguments)
+    assert home.servers() == []
+    assert done.returncode == 1
+    assert done.stdout == f"port 9: failed: cannot remove {bad}: Is a directory\nport {home.port}: stopped\n"
+    assert done.stderr == f"error: cannot remove {bad}: Is a directory\nhint: look at it and remove it by hand\n"
+    [failed] = [home.run("stop", "--port", "9")]
+    assert (failed.returncode, failed.stdout, failed.stderr) == (1, "", done.stderr)
+
+
+def test_start_on_a_port_with_a_bad_entry(home: Home) -> None:
+    bad = home.folder / "state" / "servers" / f"{home.port}.json"
+    bad.mkdir(parents=True)
+    done = home.run(*home.start_arguments("--detach"))
+    assert done.returncode == 1
+    assert f"error: cannot write {bad}: Is a directory\nhint: look at it" in done.stderr
+    assert home.servers() == []
+
+
+def test_stop_without_a_state_that_can_be_written(home: Home) -> None:
+    """As with a full disk: how it ended is not known, but it did, and that is what was asked for."""
+    start_detached(home)
+    lock = home.folder / "state" / "servers" / ".lock"
+    lock.unlink()
+    lock.mkdir()
+    done = home.run("stop")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"port {home.port}: it ended; how is not known; its state file stays: cannot write ")
+    assert home.servers() == []
+
+
 def test_a_detached_server_that_died_is_told_afterwards(home: Home) -> None:
     start_detached(home, "dies-later=3")
     home.record_in_state("exited")

@@ -247,3 +247,32 @@ def test_limit_log_while_it_is_written(tmp_path: Path) -> None:
 
 def test_started_is_about_now(sleeper: subprocess.Popen[bytes]) -> None:
     assert abs(ProcessMark.of(sleeper.pid).created_s - time.time()) < 60
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"url": 5}, {"started_s": "yesterday"}, {"port": 8081}, {"port": "8080"}, {"api_key": ["k"]},
+        {"supervisor": {"pid": -1, "created_s": 0, "token": "t", "cmdline": []}},
+        {"server": {"pid": 2**80, "created_s": 0, "token": "t", "cmdline": []}},
+    ],
+)  # fmt: skip
+def test_a_record_that_cannot_be_true(store: RecordStore, change: dict[str, object]) -> None:
+    store.claim(record(GONE))
+    path = store.path(8080)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert isinstance(store.read(8080), BrokenRecord)
+
+
+def test_what_cannot_be_removed_is_an_error(store: RecordStore) -> None:
+    store.path(8080).mkdir(parents=True)
+    with pytest.raises(MoestreamError, match=r"cannot remove .*8080\.json: Is a directory"):
+        store.remove_stale(8080)
+    with pytest.raises(MoestreamError, match=r"cannot write .*8080\.json: Is a directory"):
+        store.claim(record(GONE))
+
+
+def test_a_port_is_listed_once(store: RecordStore) -> None:
+    store.claim(record(GONE))
+    (store.folder / "08080.json").write_text("{}")
+    assert [r.port for r in store.all()] == [8080]
