@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from moestream.errors import MoestreamError
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -46,6 +48,21 @@ def demo_model() -> Path:
     return shipped_root() / "demo" / "moestream-demo-q4_0.gguf"
 
 
+def absolute(path: Path) -> Path:
+    """The same path for a process in any other folder.
+
+    Raises:
+        MoestreamError: it is relative to a working directory that has been deleted.
+    """
+    try:
+        return path.absolute()
+    except FileNotFoundError as error:
+        raise MoestreamError(
+            f"{path}: relative to the working directory, which has been deleted",
+            hint="cd to a folder that exists, or give an absolute path",
+        ) from error
+
+
 def _base(xdg_variable: str, default: str, name_below_home: str) -> Path:
     """A base folder: below MOESTREAM_HOME when set, else the XDG variable, else its default.
 
@@ -53,7 +70,7 @@ def _base(xdg_variable: str, default: str, name_below_home: str) -> Path:
     """
     home = os.environ.get("MOESTREAM_HOME")
     if home:
-        return Path(home).expanduser().absolute() / name_below_home
+        return absolute(Path(home).expanduser()) / name_below_home
     xdg = os.environ.get(xdg_variable, "")
     base = Path(xdg) if os.path.isabs(xdg) else Path.home() / default
     return base / "moestream"

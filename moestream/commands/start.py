@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moestream import gguf_facts
+from moestream import gguf_facts, paths
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
 from moestream.result import Result
@@ -140,14 +140,14 @@ def make_plan(
     ctx = settings.ctx
     if ctx is None:
         ctx = min(DEFAULT_CTX_TOKENS, facts.n_ctx_train or DEFAULT_CTX_TOKENS)
-    ready = replace(settings, model=facts.files[0].absolute(), port=port, ctx=ctx)
+    ready = replace(settings, model=paths.absolute(facts.files[0]), port=port, ctx=ctx)
     extra = settings.extra
     https = bool(_given(extra, "--ssl-key-file", "LLAMA_ARG_SSL_KEY_FILE")) and bool(
         _given(extra, "--ssl-cert-file", "LLAMA_ARG_SSL_CERT_FILE")
     )
     prefix = _given(extra, "--api-prefix", "LLAMA_ARG_API_PREFIX")
     return ServerPlan(
-        argv=tuple(build_argv(engine.tool("llama-server").absolute(), ready)),
+        argv=tuple(build_argv(paths.absolute(engine.tool("llama-server")), ready)),
         host=settings.host,
         port=port,
         url=base_url(settings.host, port, https=https, prefix=prefix),

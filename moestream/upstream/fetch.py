@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from moestream import paths
 from moestream.errors import MoestreamError
 from moestream.upstream.disk import MIB, disk_full, full_disk_reported, require_free
 from moestream.upstream.pin import Pin
@@ -134,7 +135,7 @@ def resolve_source(source: Path | None, pin: Pin, downloads_dir: Path) -> Source
     """
     if source is None:
         return Source(downloads_dir / f"{pin.package}-{pin.version}.tar.gz", pin.version, pinned=True)
-    source = source.expanduser().absolute()
+    source = paths.absolute(source.expanduser())
     if source.is_file():
         digest = sha256_of(source)
         if digest == pin.sha256:

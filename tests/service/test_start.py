@@ -458,6 +458,31 @@ def test_a_directory_with_one_model(home: Home, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["model"] == str(folder / "model.gguf")
 
 
+def in_a_deleted_folder(home: Home, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = f"import os; os.chdir({str(folder)!r}); os.rmdir({str(folder)!r}); from moestream.cli import main; main()"
+    folder.mkdir()
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=home.environment(), capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_working_directory_that_was_deleted(home: Home, tmp_path: Path) -> None:
+    shutil.copy(DEMO, tmp_path / "m.gguf")  # .. still leads there
+    done = in_a_deleted_folder(home, tmp_path / "gone", "start", "--model", "../m.gguf", "--port", str(home.port), "-d")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: ../m.gguf: relative to the working directory, which has been deleted\n"
+        "hint: cd to a folder that exists, or give an absolute path\n"
+    )
+    done = in_a_deleted_folder(home, tmp_path / "gone", *home.start_arguments("--detach"))
+    assert done.returncode == 0, done.stderr
+    home.variables["MOESTREAM_HOME"] = "relative"
+    done = in_a_deleted_folder(home, tmp_path / "gone", "status")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        1, "error: relative: relative to the working directory, which has been deleted",
+    )  # fmt: skip
+
+
 def test_no_engine(home: Home) -> None:
     shutil.rmtree(home.folder / "data")
     assert "moestream build" in refused(home, "--model", str(DEMO))
