@@ -2,8 +2,8 @@
 
 Nothing is imported here that takes time: Ctrl-C is handled from the first moment.
 
-Exit codes: 0 done; 1 (or the error's own) an expected failure; 2 wrong usage; 70 a bug in moestream;
-130 interrupted by Ctrl-C.
+Exit codes: 0 done; 1 (or the error's own) an expected failure; 2 wrong usage; 70 a bug in moestream; 74 stdout cannot
+be written; 130 interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from moestream import output
 from moestream.errors import MoestreamError
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit. ``arguments`` defaults to those of the process."""
     args, verbose = _verbose_first(sys.argv[1:] if arguments is None else arguments)
     try:
+        output.prepare()
         _load()(args=args, prog_name="moestream")
     except MoestreamError as error:
         if verbose:

@@ -14,7 +14,7 @@ from typing import Annotated
 import httpx
 import typer
 
-from moestream import paths
+from moestream import output, paths
 from moestream.cli import print_error
 from moestream.commands.start import make_plan, serve
 from moestream.errors import MoestreamError
@@ -110,6 +110,7 @@ def main(
 ) -> None:
     """Serve a model with few expert slots and ask it one question."""
     try:
+        output.prepare()
         demo(model, slots, port, once)
     except MoestreamError as error:
         print_error(error)

@@ -286,8 +286,10 @@ def serve(plan: ServerPlan) -> Generator[Result, None, None]:
     notice(end.outcome.value)
 
 
-def detach(plan: ServerPlan) -> Result:
-    """Start in the background and wait until it is ready. Ctrl-C until then stops it.
+def detach(plan: ServerPlan) -> Generator[Result, None, None]:
+    """Start in the background, wait until it is ready, yield the report. Ctrl-C until then stops it.
+
+    A server whose report could not be printed is stopped: to whoever started it, a failed start means that none runs.
 
     Raises:
         MoestreamError: the server ended before it was ready.
@@ -301,9 +303,14 @@ def detach(plan: ServerPlan) -> Result:
         while not detached.wait(0.2):
             show()
     detached.check()
-    facts = ask_ready_facts(plan)
-    _warn_if_open(plan)
-    return ready_result(plan, facts, elapsed_s=time.monotonic() - started, supervisor_pid=detached.pid)
+    try:
+        facts = ask_ready_facts(plan)
+        _warn_if_open(plan)
+        yield ready_result(plan, facts, elapsed_s=time.monotonic() - started, supervisor_pid=detached.pid)
+    except BaseException:  # GeneratorExit when printing failed
+        detached.stop()
+        notice(f"notice: the server on port {plan.port} was ready and has been stopped, for this could not be reported")
+        raise
 
 
 def start(
@@ -348,6 +355,6 @@ def start(
     )  # fmt: skip
     plan = make_plan(settings, backend=backend, detached=detach_, ready_timeout_s=ready_timeout)
     if detach_:
-        yield detach(plan)
+        yield from detach(plan)
     else:
         yield from serve(plan)

@@ -34,6 +34,7 @@ from moestream.server.records import ProcessMark, RecordStore, ServerRecord, fre
 LOG_END_LINES = 15
 REFUSAL_WITHIN_LINES = 200  # what llama-server prints after it has refused
 STOP_GRACE_S = 10.0
+STOP_MARGIN_S = 5.0  # beyond it, for a supervisor in the background
 KEPT_LOGS = 5  # of servers that are no more
 
 
@@ -335,6 +336,15 @@ class Detached:
         """Ask it to end. Safe in a signal handler."""
         with contextlib.suppress(ProcessLookupError):
             self._popen.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End it and its server, and wait until both are gone."""
+        self.request_stop()
+        try:
+            self._popen.wait(self._plan.stop_grace_s + STOP_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()  # its server goes with it
+            self._popen.wait()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has reported."""
