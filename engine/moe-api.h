@@ -8,7 +8,10 @@
 //   moestream.io          str   "auto", "direct" or "buffered" (default auto)
 //   moestream.policy      str   "lru" or "lfu" (default lru)
 //   moestream.overlap     bool  compute the shared FFN while experts are read (default true)
-//   moestream.n_ctx       int   the context that slots "auto" leaves room for; 0: the model's own
+// What slots "auto" leaves room for:
+//   moestream.n_ctx       int   the context; 0: the model's own
+//   moestream.n_ubatch    int   tokens that are computed at once (default 512)
+//   moestream.type_k, moestream.type_v   int   ggml_type of the KV cache (default F16)
 
 #include "llama.h"
 
@@ -41,7 +44,8 @@ const llama_model_kv_override * moe_overrides_data(std::vector<llama_model_kv_ov
 
 bool moe_is_on (const std::vector<llama_model_kv_override> & overrides);
 void moe_clear (std::vector<llama_model_kv_override> & overrides); // drop ours, keep the user's
-void moe_set_ctx(std::vector<llama_model_kv_override> & overrides, int n_ctx); // tell "auto" the context in use
+// tell slots "auto" of the context that will be made
+void moe_set_context(std::vector<llama_model_kv_override> & overrides, int n_ctx, int n_ubatch, enum ggml_type type_k, enum ggml_type type_v);
 
 // While one of these lives, graphs of the model compute with whatever the slots hold, and read, count and evict nothing: for runs whose
 // results are thrown away. Does nothing for a model that does not stream.

@@ -203,8 +203,11 @@ void moe_clear(std::vector<llama_model_kv_override> & overrides) {
     overrides = kept;
 }
 
-void moe_set_ctx(std::vector<llama_model_kv_override> & overrides, int n_ctx) {
+void moe_set_context(std::vector<llama_model_kv_override> & overrides, int n_ctx, int n_ubatch, enum ggml_type type_k, enum ggml_type type_v) {
     if (moe_is_on(overrides)) {
-        set_int(overrides, "moestream.n_ctx", n_ctx);
+        set_int(overrides, "moestream.n_ctx",    n_ctx);
+        set_int(overrides, "moestream.n_ubatch", n_ubatch);
+        set_int(overrides, "moestream.type_k",   type_k);
+        set_int(overrides, "moestream.type_v",   type_v);
     }
 }

@@ -234,7 +234,10 @@ static ggml_abort_callback_t   callback_before = nullptr;
 
 static void on_abort(const char * message) {
     if (guards > 0) {
-        fprintf(stderr, "moestream: cannot load the model: llama.cpp ends with '%s'; %s\n", message, moe::hint_damaged);
+        const bool is_memory = strstr(message, "mem_buffer") || strstr(message, "alloc");
+        fprintf(stderr, "moestream: cannot load the model: llama.cpp ends with '%s'; hint: %s\n", message, is_memory ?
+                "memory has run out; fewer slots, a smaller context (-c), or a larger limit" :
+                "is a setting impossible for this model (--override-kv)? else the file is damaged, or made for another version");
         fflush(stderr);
         std::_Exit(1);
     }
@@ -346,6 +349,9 @@ void moe_load_guard::check(llama_model_loader & ml) const {
 
 // what upstream finds out only when it computes, by crashing or never ending
 static void check_model(const moe_stream & moe, const llama_hparams & hparams) {
+    if (hparams.n_ctx_train == 0) { // llama-server would end by an assertion at the first request
+        refuse_file("context_length is 0: expected 1 or more");
+    }
     for (const float eps : { hparams.f_norm_eps, hparams.f_norm_rms_eps, hparams.f_norm_group_eps }) {
         if (!(eps >= 0.0f)) {
             refuse_file(format("the epsilon of a norm is %g: expected a number that is not negative", eps));
@@ -493,12 +499,44 @@ static void lay_out_staging(moe_stream & moe) {
     }
 }
 
-static uint64_t kv_bytes_estimate(const llama_hparams & hparams, int64_t n_ctx) {
+// what slots "auto" is told of the context to come
+struct context_plan {
+    int64_t   n_ctx;
+    int64_t   n_ubatch;
+    ggml_type type_k;
+    ggml_type type_v;
+
+    context_plan(const llama_model_loader & ml, const llama_hparams & hparams) {
+        const auto get = [&](const char * key, int64_t absent) {
+            const auto * o = setting(ml, key, LLAMA_KV_OVERRIDE_TYPE_INT);
+            return o && o->val_i64 > 0 ? o->val_i64 : absent;
+        };
+        const auto get_type = [&](const char * key) {
+            const auto * o = setting(ml, key, LLAMA_KV_OVERRIDE_TYPE_INT);
+            return o && o->val_i64 >= 0 && o->val_i64 < GGML_TYPE_COUNT ? (ggml_type) o->val_i64 : GGML_TYPE_F16;
+        };
+        n_ctx    = get("moestream.n_ctx", hparams.n_ctx_train);
+        n_ubatch = std::min(get("moestream.n_ubatch", 512), n_ctx);
+        type_k   = get_type("moestream.type_k");
+        type_v   = get_type("moestream.type_v");
+    }
+};
+
+static uint64_t kv_bytes_estimate(const llama_hparams & hparams, const context_plan & plan) {
     uint64_t n = 0;
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
-        n += (hparams.n_embd_k_gqa(il) + hparams.n_embd_v_gqa(il)) * 2; // F16
+        n += hparams.n_embd_k_gqa(il) * ggml_type_size(plan.type_k) / ggml_blck_size(plan.type_k);
+        n += hparams.n_embd_v_gqa(il) * ggml_type_size(plan.type_v) / ggml_blck_size(plan.type_v);
     }
-    return n * n_ctx;
+    return n * plan.n_ctx;
+}
+
+// The mask of attention is there all the time, a graph's largest moment is in the experts. Once a context exists the true size is known,
+// and looked at.
+static uint64_t compute_bytes_estimate(const llama_hparams & hparams, const context_plan & plan, int64_t n_used) {
+    const uint32_t * n_ff = std::max_element(hparams.n_ff_exp_arr.begin(), hparams.n_ff_exp_arr.begin() + hparams.n_layer_all);
+    const uint64_t per_token = 6ull * hparams.n_embd + n_used * (2ull * (*n_ff > 0 ? *n_ff : hparams.n_ff()) + hparams.n_embd) + plan.n_ctx;
+    return plan.n_ubatch * per_token * sizeof(float);
 }
 
 static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const llama_hparams & hparams) {
@@ -533,32 +571,34 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
                 (long long) moe.slots_wanted, MOE_SLOTS_AUTO, MOE_SLOTS_ALL));
     }
 
-    const auto * o = setting(ml, "moestream.n_ctx", LLAMA_KV_OVERRIDE_TYPE_INT);
-    const int64_t n_ctx = o && o->val_i64 > 0 ? o->val_i64 : hparams.n_ctx_train;
+    const context_plan plan(ml, hparams);
+    const uint64_t kv_bytes = kv_bytes_estimate(hparams, plan);
 
     // The memory-fit pass and the real load must decide alike, whatever became of free memory in between.
-    using key = std::tuple<std::string, uint64_t, int64_t>;
+    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t>;
     static std::mutex mutex;
     static std::map<key, int32_t> decided;
     std::lock_guard<std::mutex> lock(mutex);
-    int32_t & n_slot = decided[{ ml.arch_name, ml.n_bytes, n_ctx }];
+    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch };
+    int32_t & n_slot = decided[this_one];
     if (n_slot == 0) {
         moe::slot_budget b;
-        // for the program itself, its compute buffers, and whatever else runs
-        const uint64_t reserve = moe.memory.available_bytes / 10 + std::min<uint64_t>(512ull << 20, moe.memory.available_bytes / 8);
+        // for the program itself, and whatever else runs
+        const uint64_t reserve = moe.memory.available_bytes / 20 + std::min<uint64_t>(512ull << 20, moe.memory.available_bytes / 10);
         b.available_bytes = moe.memory.available_bytes - reserve;
-        b.resident_bytes  = moe.dense_bytes + kv_bytes_estimate(hparams, n_ctx);
+        b.resident_bytes  = moe.dense_bytes + kv_bytes + compute_bytes_estimate(hparams, plan, n_used_max)
+            + moe.io_threads * moe::reader::default_chunk_size;
         b.staging_bytes   = 2 * moe.half_bytes;
         b.slot_bytes      = slot_bytes;
         b.n_expert        = (int32_t) n_expert_max;
         n_slot = moe::slots_that_fit(b);
         if (n_slot < n_used_max) {
-            decided.erase({ ml.arch_name, ml.n_bytes, n_ctx });
+            decided.erase(this_one);
             const auto mib = [](uint64_t n) { return n / 1048576.0; };
             throw std::runtime_error(format("--moe-slots auto: %lld slots a layer, the fewest there can be, take %.1f MiB (%.1f of them KV cache for a context of %lld), "
                     "and with a margin %.1f of the %.1f MiB available (%s) may be used; hint: a smaller context (-c), free memory, or --moe-slots %lld to try all the same",
-                    (long long) n_used_max, mib(b.resident_bytes + b.staging_bytes + n_used_max * slot_bytes), mib(kv_bytes_estimate(hparams, n_ctx)),
-                    (long long) n_ctx, mib(b.available_bytes), mib(moe.memory.available_bytes), moe.memory.limited_by.c_str(), (long long) n_used_max));
+                    (long long) n_used_max, mib(b.resident_bytes + b.staging_bytes + n_used_max * slot_bytes), mib(kv_bytes),
+                    (long long) plan.n_ctx, mib(b.available_bytes), mib(moe.memory.available_bytes), moe.memory.limited_by.c_str(), (long long) n_used_max));
         }
     }
     moe.n_slot = n_slot;
@@ -837,7 +877,29 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     moe->stream = std::make_unique<moe::stream>(opt, std::move(descs), std::move(io));
 }
 
-void moe_context_created(const llama_model & model, const llama_context * ctx) {
+// Now that the true sizes are known: slots that "auto" chose must fit, or the kernel would end the program in the middle of an answer.
+// Slots that were asked for are the user's business.
+static void check_memory(const moe_stream & moe) {
+    const moe::memory_report & m = moe.report.memory;
+    const uint64_t available = moe.memory.available_bytes;
+    const uint64_t needed    = m.total() + (8ull << 20) + m.total() / 64; // and the program itself
+    if (available == 0 || needed <= available) {
+        return;
+    }
+    const auto mib = [](uint64_t n) { return n / 1048576.0; };
+    const std::string what = format("%d slots a layer take %.1f MiB in all, %.1f MiB are available (%s)", moe.n_slot, mib(needed),
+            mib(available), moe.memory.limited_by.c_str());
+    if (moe.slots_wanted != MOE_SLOTS_AUTO) {
+        LLAMA_LOG_WARN("moestream: %s: the system may swap, or end the program\n", what.c_str());
+        return;
+    }
+    const uint64_t others = needed - m.pool_bytes;
+    const int64_t  fit    = others < available ? (int64_t) ((available - others) / (m.pool_bytes / moe.n_slot)) : 0;
+    throw std::runtime_error(format("--moe-slots auto: %s; hint: %s", what.c_str(), fit >= moe.report.n_expert_used ?
+            format("--moe-slots %lld", (long long) fit).c_str() : "a smaller context (-c) or batch (-ub), or free memory"));
+}
+
+void moe_context_created(const llama_model & model, llama_context * ctx) {
     moe_stream * moe = model.hparams.moe;
     if (!moe || !moe->stream) {
         return;
@@ -886,6 +948,12 @@ void moe_context_created(const llama_model & model, const llama_context * ctx) {
     const moe::memory_report & m = r.memory;
     LLAMA_LOG_WARN("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f + read buffers %.1f + KV %.1f + compute %.1f\n",
             mib(m.total()), mib(m.dense_bytes), mib(m.pool_bytes), mib(m.staging_bytes), mib(m.bounce_bytes), mib(m.kv_bytes), mib(m.compute_bytes));
+    try {
+        check_memory(*moe);
+    } catch (const std::exception &) {
+        llama_free(ctx);
+        throw;
+    }
 
     if (first) {
         std::lock_guard<std::mutex> lock_live(live_mutex);
@@ -994,6 +1062,10 @@ ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * 
 
     ggml_build_forward_expand(gf, begin);
     return join;
+}
+
+uint32_t moe_graph_n_nodes(const moe_stream * moe) {
+    return moe ? 2 * (uint32_t) moe->shapes.size() : 0; // begin and join
 }
 
 ggml_tensor * moe_graph_weights(moe_stream * moe, ggml_tensor * w, const ggml_tensor * ids) {

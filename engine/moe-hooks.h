@@ -71,12 +71,16 @@ bool moe_is_pool(ggml_backend_buffer_type_t buft);
 // twins of the weights must share.
 void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<const ggml_tensor *, ggml_prec> & prec);
 
-// prints what is in force and how much memory it takes
-void moe_context_created(const llama_model & model, const llama_context * ctx);
+// Prints what is in force and how much memory it takes. Throws std::runtime_error, and frees the context, when slots "auto" turn out
+// to be too many for it.
+void moe_context_created(const llama_model & model, llama_context * ctx);
 
 // The ids for the expert matmuls of one MoE FFN, in place of the router's: slot ids, or the same ids behind the wait for the
 // reads. Expands the start of the reads into gf. selected itself when down_exps is not streamed.
 ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * selected, ggml_tensor * down_exps);
+
+// the most nodes that the hooks add to a graph
+uint32_t moe_graph_n_nodes(const moe_stream * moe);
 
 // what mul_mat_id multiplies with for these ids: the pool, or the staging twin; w itself when it is not streamed
 ggml_tensor * moe_graph_weights(moe_stream * moe, ggml_tensor * w, const ggml_tensor * ids);

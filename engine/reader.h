@@ -108,7 +108,9 @@ class reader {
 public:
     // n_threads > 0; chunk_size in bytes, > 0, a multiple of the source's alignment; abort() otherwise.
     // Throws std::runtime_error with a hint when not all threads start, or their buffers find no memory.
-    reader(std::unique_ptr<file_source> source, int32_t n_threads, uint64_t chunk_size = 1024 * 1024);
+    reader(std::unique_ptr<file_source> source, int32_t n_threads, uint64_t chunk_size = default_chunk_size);
+
+    static constexpr uint64_t default_chunk_size = 1024 * 1024;
 
     // transfers not yet begun fail with "the reader was stopped"
     ~reader();

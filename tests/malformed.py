@@ -351,7 +351,7 @@ CASES: dict[str, Case] = {
     "rope 7": Case(set_key("rope.dimension_count", U32, 7), None, "rope.dimension_count is 7: expected an even number"),
     "rope 8": Case(set_key("rope.dimension_count", U32, 8), None, "GGML_ASSERT(n_embd_head == n_rot) failed"),
     "rope 0": Case(set_key("rope.dimension_count", U32, 0), None, "GGML_ASSERT(n_embd_head == n_rot) failed"),
-    "ctx 0": Case(set_key("context_length", U32, 0), None, None),
+    "ctx 0": Case(set_key("context_length", U32, 0), None, "context_length is 0: expected 1 or more"),
     "ctx 2^32-1": Case(set_key("context_length", U32, HUGE), "absurd qwen3moe.context_length: 4294967295", None),
     "ctx missing": Case(drop("context_length"), None, "key not found in model: qwen3moe.context_length"),
     "eps nan": Case(set_key("attention.layer_norm_rms_epsilon", F32, float("nan")), None, "the epsilon of a norm is nan: expected a number that is not negative"),

@@ -157,6 +157,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         sources = architectures.make_all(Path(folder))
         names = [name for name in sources if re.search(options.architectures, name)]
+        if not names:
+            parser.error(f"no architecture matches {options.architectures!r}: expected some of {', '.join(sources)}")
         for outcome in run_cells(list(full_matrix(names, types)), sources, Path(folder), options.jobs):
             outcomes.append(outcome)
             print(f"{outcome.problem or 'ok'}  {outcome.cell}  {outcome.n_equal} equal, {outcome.seconds:.0f} s", flush=True)
@@ -166,7 +168,7 @@ def main() -> int:
     print(
         f"{len(outcomes)} models of {len(names)} architectures, {len(failed)} failed; {equal} comparisons of {N_TOKENS} tokens equal, "
         f"{evicting} of them with evictions, {ways['slots']} through slots, {ways['staging']} through staging; "
-        f"{(time.monotonic() - started) / 60:.0f} min"
+        f"{(time.monotonic() - started) / 60:.1f} min"
     )
     if options.report:
         options.report.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))

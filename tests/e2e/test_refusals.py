@@ -23,6 +23,7 @@ DOC = Path(__file__).resolve().parents[2] / "docs" / "refusals.md"
 
 COMBINATIONS = {
     "too few slots": (["--moe-slots", "5"], "--moe-slots 5 is too few: a token of this model uses 6 experts a layer; hint: --moe-slots 6 or more"),
+    "no memory for auto": (["--moe-slots", "auto", "-c", "100000000"], "--moe-slots auto: 6 slots a layer, the fewest there can be, take"),
     "cpu-moe": (["--moe-slots", "8", "--cpu-moe"], "cannot be combined with --cpu-moe, --n-cpu-moe or an --override-tensor that matches experts"),
     "n-cpu-moe": (["--moe-slots", "8", "--n-cpu-moe", "1"], "cannot be combined with --cpu-moe, --n-cpu-moe or an --override-tensor that matches experts"),
     "override-tensor": (["--moe-slots", "all", "--override-tensor", "blk.7.ffn_down_exps=CPU"], "an --override-tensor that matches experts: 'blk.7.ffn_down_exps' matches 'blk.7.ffn_down_exps.weight'; hint: leave out one of them"),

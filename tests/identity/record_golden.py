@@ -3,8 +3,8 @@
     python tests/identity/record_golden.py
 
 Unpacks the pin into a temporary folder, compiles its library and moe-graph.cpp against it (some minutes), and runs that on
-the tests' fixtures, which the engine in use makes (``moestream build --test-series``). Needed after a bump of the pin only: a
-list that changes with a patch is what the test is there to find.
+the tests' fixtures, which the engine in use makes (``moestream build --test-series``). Needed after a bump of the pin, and when the
+fixtures change; a list that changes with a patch of ours is what the test is there to find.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moestream import paths  # noqa: E402
 from moestream.upstream.fetch import fetch_pinned, resolve_source, unpack  # noqa: E402
 from moestream.upstream.pin import load_pin  # noqa: E402
 
-LAYOUTS = ("deepseek2", "qwen2moe")
+LAYOUTS = ("deepseek2", "gemma4", "openai-moe", "qwen2moe", "qwen3moe")
 
 
 def main() -> None:

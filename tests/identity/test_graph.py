@@ -37,7 +37,7 @@ def sources_of(node: str) -> list[str]:
 
 
 def test_golden_lists_are_there() -> None:
-    assert GOLDEN_LAYOUTS == ["deepseek2", "qwen2moe"]
+    assert GOLDEN_LAYOUTS == ["deepseek2", "gemma4", "openai-moe", "qwen2moe", "qwen3moe"]
 
 
 @pytest.mark.parametrize("layout", GOLDEN_LAYOUTS)
