@@ -148,7 +148,7 @@ def separate_gate_up(source: Path, target: Path) -> None:
 
 def write_gemma4(path: Path) -> None:
     """A gemma4: in every layer a dense MLP beside the experts, gate and up merged, a scale per expert, sliding windows."""
-    n_layer, n_vocab, d, d_head, n_head, n_head_kv, d_ff, d_expert = 4, 128, 128, 64, 4, 2, 192, 96
+    n_layer, n_vocab, d, d_head, n_head, n_head_kv, d_ff, d_expert = 4, 128, 256, 64, 4, 2, 192, 256
     w = gguf.GGUFWriter(path, "gemma4")
     w.add_block_count(n_layer)
     w.add_context_length(2048)
