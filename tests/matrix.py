@@ -96,7 +96,7 @@ def check(cell: Cell, source: Path, folder: Path) -> Outcome:
         try:
             compare(cell, _model(cell, source, Path(own)), outcome)
         except (AssertionError, subprocess.TimeoutExpired) as error:
-            outcome.problem = str(error)[-600:]
+            outcome.problem = str(error)[-600:] or repr(error)
     outcome.seconds = time.monotonic() - started
     return outcome
 
