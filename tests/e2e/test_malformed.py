@@ -120,13 +120,18 @@ def test_no_permission(tmp_path: Path) -> None:
     assert "failed to open GGUF file" in output and str(model) in output
 
 
+def with_number(source: Path, key: str, kind: int, value: float, target: Path) -> Path:
+    """A copy in which this key, of a kind of four bytes, has another value."""
+    data = source.read_bytes()
+    written = key.encode() + kind.to_bytes(4, "little")
+    at = data.index(written) + len(written)
+    target.write_bytes(data[:at] + number(kind, value) + data[at + 4 :])
+    return target
+
+
 def test_what_upstream_asserts_when_it_computes(model: Callable[[str, str], Path], tmp_path: Path) -> None:
     """llama-server computes two tokens when it starts, and that is guarded like loading."""
-    key = b"deepseek2.attention.temperature_scale" + F32.to_bytes(4, "little")
-    data = model("deepseek2", "f32").read_bytes()
-    at = data.index(key) + len(key)
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(data[:at] + number(F32, 0.5) + data[at + 4 :])
+    bad = with_number(model("deepseek2", "f32"), "deepseek2.attention.temperature_scale", F32, 0.5, tmp_path / "bad.gguf")
     ended = end_of("llama-server", bad, tmp_path / "log")
     assert ended.returncode == 1, ended.output
     assert "moestream: cannot load the model: llama.cpp ends with" in ended.output
@@ -134,11 +139,7 @@ def test_what_upstream_asserts_when_it_computes(model: Callable[[str, str], Path
 
 
 def test_a_rope_that_would_never_end(model: Callable[[str, str], Path], tmp_path: Path) -> None:
-    key = b"qwen35moe.rope.dimension_count" + U32.to_bytes(4, "little")
-    data = model("qwen35moe", "f32").read_bytes()
-    at = data.index(key) + len(key)
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(data[:at] + number(U32, 0) + data[at + 4 :])
+    bad = with_number(model("qwen35moe", "f32"), "qwen35moe.rope.dimension_count", U32, 0, tmp_path / "bad.gguf")
     said = "rope.dimension_count is 0: expected an even number from 2; hint: "
     assert said in refusal("llama-completion", bad, tmp_path / "log")
 

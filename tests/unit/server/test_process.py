@@ -41,6 +41,12 @@ class Run:
         assert until(snapshot) or snapshot.state is State.EXITED, snapshot
         return snapshot
 
+    def wait_until_up(self) -> None:
+        """Ready, and far enough in its script to have set its traps and said so."""
+        self.wait(lambda s: s.state is State.READY)
+        while "up" not in (self.log.read_text() if self.log.exists() else ""):
+            time.sleep(0.01)
+
 
 @pytest.fixture(params=["pdeathsig", "pipe"])
 def guard(request: pytest.FixtureRequest) -> str:
@@ -79,9 +85,7 @@ def test_death_by_signal(tmp_path: Path, guard: str) -> None:
 def test_grace_then_kill(tmp_path: Path, guard: str) -> None:
     run = Run(tmp_path, "trap '' TERM; echo up; while :; do sleep 0.1; done", Health.READY, guard=guard, stop_grace_s=0.3)
     run.process.start()
-    run.wait(lambda s: s.state is State.READY)
-    while "up" not in (run.log.read_text() if run.log.exists() else ""):
-        time.sleep(0.01)
+    run.wait_until_up()
     run.process.request_stop()
     end = run.wait().exit
     assert end == Exit(Cause.STOPPED, signal=signal.SIGKILL, forced=True)
@@ -94,9 +98,7 @@ def test_a_second_sigterm_before_the_kill(tmp_path: Path, guard: str, times: int
     script = f"n=0; trap 'n=$((n+1)); [ $n = {times} ] && exit 1' TERM; echo up; while :; do sleep 0.05; done"
     run = Run(tmp_path, script, Health.READY, guard=guard, stop_again_s=0.5)
     run.process.start()
-    run.wait(lambda s: s.state is State.READY)
-    while "up" not in (run.log.read_text() if run.log.exists() else ""):
-        time.sleep(0.01)
+    run.wait_until_up()
     run.process.request_stop()
     end = run.wait().exit
     assert end == Exit(Cause.STOPPED, code=1, insisted=times == 2)
