@@ -98,6 +98,79 @@ bool moe_is_pool(ggml_backend_buffer_type_t buft) {
 }
 
 //
+// repacked experts: upstream's faster CPU kernels want rows in another order, which upstream makes while it loads a whole tensor.
+// Here a worker makes it of what it has read; the tensors of pool and staging say that they lie in a buffer of that type.
+//
+
+static bool is_repack(ggml_backend_buffer_type_t buft) {
+    return strcmp(ggml_backend_buft_name(buft), "CPU_REPACK") == 0;
+}
+
+// What upstream's loader would choose on the CPU for experts like w: the first of the extra buffer types whose kernels take them.
+// Null: plain rows.
+static ggml_backend_buffer_type_t extra_buft_for(const ggml_tensor * w, int64_t n_used) {
+    ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    const auto extra_bufts = (ggml_backend_dev_get_extra_bufts_t)
+        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts");
+    ggml_context_ptr ctx(ggml_init({ 4 * ggml_tensor_overhead(), nullptr, true }));
+    ggml_tensor * a   = ggml_new_tensor_3d(ctx.get(), w->type, w->ne[0], w->ne[1], w->ne[2]);
+    ggml_tensor * b   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, w->ne[0], n_used, 512);
+    ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_used, 512);
+    ggml_tensor * op  = ggml_mul_mat_id(ctx.get(), a, b, ids);
+    for (auto * buft = extra_bufts ? extra_bufts(cpu) : nullptr; buft && *buft; ++buft) {
+        ggml_backend_buffer_ptr none(ggml_backend_buft_alloc_buffer(*buft, 0));
+        a->buffer = none.get();
+        if (ggml_backend_dev_supports_op(cpu, op)) {
+            return *buft;
+        }
+    }
+    return nullptr;
+}
+
+// the memory of pool, as a buffer whose tensors the repacked kernels take
+static ggml_backend_buffer_t make_repack_view(ggml_backend_buffer_t pool, ggml_backend_buffer_type_t buft) {
+    ggml_backend_buffer_ptr sample(ggml_backend_buft_alloc_buffer(buft, 64));
+    ggml_backend_buffer_t view = ggml_backend_cpu_buffer_from_ptr(ggml_backend_buffer_get_base(pool), ggml_backend_buffer_get_size(pool));
+    view->buft              = buft;
+    view->iface.init_tensor = sample->iface.init_tensor;
+    view->iface.set_tensor  = sample->iface.set_tensor;
+    view->iface.get_tensor  = nullptr;
+    view->iface.cpy_tensor  = nullptr;
+    ggml_backend_buffer_set_usage(view, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    return view;
+}
+
+namespace {
+
+// rows of one expert, or some of them: groups of 4, 8 or 16 are repacked alone
+class repacking final : public moe::conversion {
+public:
+    // t: a tensor of such experts, in a repacking buffer
+    explicit repacking(const ggml_tensor & t) : rows(t) {
+        rows.ne[2]    = 1;
+        rows.view_src = nullptr;
+    }
+
+    uint64_t unit() const override {
+        return rows.nb[1] * (rows.ne[1] % 16 == 0 ? 16 : rows.ne[1] % 8 == 0 ? 8 : 4);
+    }
+
+    void convert(void * dst, const void * src, uint64_t size) const override {
+        ggml_tensor part = rows;
+        part.data  = dst;
+        part.ne[1] = (int64_t) (size / rows.nb[1]);
+        part.nb[2] = size;
+        part.nb[3] = size;
+        part.buffer->iface.set_tensor(part.buffer, &part, src, 0, size);
+    }
+
+private:
+    ggml_tensor rows;
+};
+
+} // namespace
+
+//
 // moe_stream
 //
 
@@ -109,6 +182,8 @@ struct file_tensor {
     uint64_t    offset;       // bytes
     uint64_t    expert_bytes;
     int64_t     n_expert;
+    ggml_backend_buffer_type_t repack = nullptr; // the experts are repacked; null: plain rows
+    std::unique_ptr<repacking> convert;          // when they are
     ggml_tensor * pool    = nullptr; // null: the model does not use it
     ggml_tensor * staging = nullptr; // null: every expert has a slot
     uint64_t    staging_offset = 0;  // in a half
@@ -129,6 +204,7 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     moe::io_mode     io           = moe::io_mode::automatic;
     moe::policy_kind policy       = moe::policy_kind::lru;
     bool             overlap      = true;
+    bool             extra_bufts  = true; // upstream's --repack
 
     // layout
     std::map<int32_t, std::vector<file_tensor>> layers; // by block number
@@ -138,6 +214,8 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     uint64_t     half_bytes   = 0; // of one half of the staging buffer
     moe::memory_now memory;
     bool         maps_dense = false;
+    bool         unlike_stock = false; // stock would take kernels that streamed experts cannot
+    ggml_backend_buffer_ptr repack_view; // of the pool's memory
 
     ggml_tensor *    staging = nullptr;
     ggml_context_ptr ctx_staging; // the twins' tensor structs
@@ -476,8 +554,15 @@ static void find_experts(moe_stream & moe, const llama_model_loader & ml, const 
             t.offset       = w->offs;
             t.expert_bytes = w->tensor->nb[2];
             t.n_expert     = w->tensor->ne[2];
+            if (moe.extra_bufts) {
+                ggml_backend_buffer_type_t extra = extra_buft_for(w->tensor, std::max<int64_t>(1, hparams.n_expert_used(il)));
+                // a piece of work must fit into a reader's buffer
+                const bool can = extra && is_repack(extra) && 16 * w->tensor->nb[1] <= moe::reader::default_chunk_size;
+                t.repack         = can ? extra : nullptr;
+                moe.unlike_stock = moe.unlike_stock || (extra && !can);
+            }
             moe.expert_bytes += ggml_nbytes(w->tensor);
-            moe.layers[(int32_t) il].push_back(t);
+            moe.layers[(int32_t) il].push_back(std::move(t));
         }
     }
     moe.dense_bytes = ml.n_bytes - moe.expert_bytes;
@@ -543,9 +628,11 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
     int64_t  n_expert_max = 0;
     int64_t  n_used_max   = 0;
     uint64_t slot_bytes   = 0;
+    bool     is_repacked  = false;
     for (const auto & [il, tensors] : moe.layers) {
         n_used_max = std::max<int64_t>(n_used_max, hparams.n_expert_used(il));
         for (const file_tensor & t : tensors) {
+            is_repacked  = is_repacked || t.repack;
             n_expert_max = std::max(n_expert_max, t.n_expert);
             slot_bytes  += t.expert_bytes;
         }
@@ -560,7 +647,8 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
             throw std::runtime_error(format("--moe-slots %lld is too few: a token of this model uses %lld experts a layer; hint: --moe-slots %lld or more",
                     (long long) moe.slots_wanted, (long long) n_used_max, (long long) n_used_max));
         }
-        moe.n_slot = (int32_t) std::min(moe.slots_wanted, n_expert_max);
+        // upstream's repacked kernels take no tensor of one expert
+        moe.n_slot = (int32_t) std::min(std::max<int64_t>(moe.slots_wanted, is_repacked ? 2 : 1), n_expert_max);
         return;
     }
     if (moe.slots_wanted == MOE_SLOTS_AUTO && moe.memory.available_bytes == 0) {
@@ -623,6 +711,7 @@ std::shared_ptr<moe_stream> moe_load_begin(
 
     auto moe = std::make_shared<moe_stream>();
     moe->slots_wanted = slots->val_i64;
+    moe->extra_bufts  = params.use_extra_bufts;
     read_settings(*moe, ml);
 
     if (ml.files.empty()) {
@@ -740,7 +829,7 @@ static ggml_tensor * make_twin(moe_stream & moe, const file_tensor & t, int32_t 
     ggml_format_name(twin, "%s.staging", t.name.c_str());
     const uint64_t offset = parity * moe.half_bytes + t.staging_offset;
     if (moe.staging->data) {
-        ggml_backend_tensor_alloc(moe.staging->buffer, twin, (char *) moe.staging->data + offset);
+        ggml_backend_tensor_alloc(t.repack ? moe.repack_view.get() : moe.staging->buffer, twin, (char *) moe.staging->data + offset);
     } else {
         twin->buffer = moe.staging->buffer; // the memory-fit pass
     }
@@ -820,7 +909,15 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
         d.n_expert = (int32_t) tensors[0].n_expert;
         d.n_slot   = (int32_t) tensors[0].pool->ne[2];
         for (file_tensor & t : tensors) {
-            d.parts.push_back({ (int32_t) t.file, t.offset, t.expert_bytes, (uint8_t *) t.pool->data, t.staging_offset });
+            if (t.repack && t.pool->data) {
+                if (!moe->repack_view) {
+                    moe->repack_view.reset(make_repack_view(t.pool->buffer, t.repack));
+                }
+                t.pool->buffer = moe->repack_view.get();
+                ggml_backend_buffer_init_tensor(t.pool->buffer, t.pool);
+                t.convert = std::make_unique<repacking>(*t.pool);
+            }
+            d.parts.push_back({ (int32_t) t.file, t.offset, t.expert_bytes, (uint8_t *) t.pool->data, t.staging_offset, t.convert.get() });
             moe->i_layer_of[t.pool] = i_layer;
             if (moe->staging) {
                 t.staging = make_twin(*moe, t, i_layer % 2);
@@ -856,7 +953,11 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     r.policy          = moe::policy_name(moe->policy);
     r.overlap         = moe->overlap;
     r.placement       = "cpu";
-    r.kernels_expert  = "plain";
+    size_t n_repacked = 0;
+    for (const auto & [il, tensors] : moe->layers) {
+        n_repacked += std::count_if(tensors.begin(), tensors.end(), [](const file_tensor & t) { return t.repack != nullptr; });
+    }
+    r.kernels_expert  = n_repacked == 0 ? "plain" : n_repacked == n_tensors ? "repacked" : "repacked and plain";
     r.kernels_dense   = "plain";
     for (const auto & [key, ctx] : ml.ctx_map) {
         if (std::string(ggml_backend_buft_name(key.buft)).find("REPACK") != std::string::npos) {
@@ -873,7 +974,7 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     opt.check      = is_set("MOESTREAM_CHECK");
     opt.staging    = moe->staging ? (uint8_t *) moe->staging->data : nullptr;
     opt.half_bytes = moe->half_bytes;
-    auto io = std::make_unique<moe::reader>(std::move(source), moe->io_threads);
+    auto io = std::make_unique<moe::reader>(std::move(source), moe->io_threads, moe::reader::default_chunk_size, n_repacked > 0);
     moe->stream = std::make_unique<moe::stream>(opt, std::move(descs), std::move(io));
 }
 
@@ -941,9 +1042,9 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
                 r.model.c_str(), moe->layers.size(), r.n_slot, r.n_expert, r.slots_requested.c_str(), r.n_expert_used);
         LLAMA_LOG_WARN("moestream: reads: %s, %d threads (%s); policy %s; overlap %s; experts on the %s\n", r.io_mode.c_str(), r.io_threads,
                 r.io_reason.c_str(), r.policy.c_str(), r.overlap ? "on" : "off", r.placement.c_str());
-        LLAMA_LOG_WARN("moestream: kernels: experts %s, dense weights %s%s\n", r.kernels_expert.c_str(), r.kernels_dense.c_str(),
-                r.kernels_dense == r.kernels_expert ? " (same bits as stock with --no-repack)" :
-                " (no stock setting has the same bits; --no-repack does)");
+        LLAMA_LOG_WARN("moestream: kernels: experts %s, dense weights %s (%s)\n", r.kernels_expert.c_str(), r.kernels_dense.c_str(),
+                moe->unlike_stock ? "no stock setting has the same bits; --no-repack does" :
+                moe->extra_bufts  ? "same bits as stock" : "same bits as stock with --no-repack");
     }
     const moe::memory_report & m = r.memory;
     LLAMA_LOG_WARN("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f + read buffers %.1f + KV %.1f + compute %.1f\n",

@@ -175,7 +175,7 @@ static bool is_in_reach(const transfer & t) {
     return t.offset <= INT64_MAX && t.size <= INT64_MAX - t.offset;
 }
 
-reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64_t chunk_size)
+reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64_t chunk_size, bool converts)
     : source(std::move(source_in)), chunk_size(chunk_size) {
     const uint32_t align = source->alignment();
     if (n_threads <= 0 || chunk_size == 0 || align == 0 || chunk_size % align != 0) {
@@ -185,10 +185,10 @@ reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64
     }
     const std::string wanted = std::to_string(n_threads) + " threads to read experts";
     const std::string hint   = "; hint: a smaller --moe-io-threads";
-    if (align > 1) {
+    if (align > 1 || converts) {
         bounces.resize(n_threads);
         for (auto & b : bounces) {
-            b.reset(allocate_aligned(bounce_size(), align));
+            b.reset(allocate_aligned(bounce_size(), std::max<uint32_t>(align, 64)));
             if (!b) {
                 throw std::runtime_error("no memory for the buffers of " + wanted + ", " + std::to_string(bounce_size()) + " bytes each" + hint);
             }
@@ -197,7 +197,7 @@ reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64
     try {
         workers.reserve(n_threads);
         for (int32_t i = 0; i < n_threads; ++i) {
-            uint8_t * const bounce = align > 1 ? bounces[i].get() : nullptr;
+            uint8_t * const bounce = bounces.empty() ? nullptr : bounces[i].get();
             workers.emplace_back([this, bounce] { work(bounce); });
         }
     } catch (const std::exception & e) {
@@ -253,9 +253,9 @@ void reader::submit(transfer_group & group, const std::vector<transfer> & transf
                     continue;
                 }
                 for (uint64_t pos = 0; pos < t.size; ) {
-                    const uint64_t to_boundary = chunk_size - (t.offset + pos) % chunk_size;
+                    const uint64_t to_boundary = t.convert ? chunk_size / t.convert->unit() * t.convert->unit() : chunk_size - (t.offset + pos) % chunk_size;
                     const uint64_t size        = std::min(t.size - pos, to_boundary);
-                    queue.push_back({ &group, { t.tag, t.file, t.offset + pos, size, (uint8_t *) t.dst + pos, nullptr } });
+                    queue.push_back({ &group, { t.tag, t.file, t.offset + pos, size, (uint8_t *) t.dst + pos, nullptr, t.convert } });
                     pos += size;
                 }
             }
@@ -335,13 +335,15 @@ bool reader::read_part(const transfer & t, uint8_t * bounce, std::string & error
     }
 
     int32_t  n_fruitless = 0;
-    uint64_t pos = t.offset; // all before is in dst
+    uint64_t pos = t.offset; // all before is in dst, or in the bounce buffer when it is to be converted
+    const uint64_t begin = t.offset / align * align;
     while (pos < end) {
-        uint8_t * const dst   = (uint8_t *) t.dst + (pos - t.offset);
-        const uint64_t  first = pos / align * align;
-        const uint64_t  last  = (end + align - 1) / align * align;
+        const uint64_t first = pos / align * align;
+        const uint64_t last  = (end + align - 1) / align * align;
+        uint8_t * const dst  = (uint8_t *) t.dst + (pos - t.offset);
+        uint8_t * const into = t.convert ? bounce + (first - begin) : align > 1 ? bounce : dst;
 
-        const int64_t n = source->read_at(t.file, align > 1 ? bounce : dst, last - first, first);
+        const int64_t n = source->read_at(t.file, into, last - first, first);
         if (n == -EINTR) {
             continue;
         }
@@ -357,10 +359,13 @@ bool reader::read_part(const transfer & t, uint8_t * bounce, std::string & error
             }
             continue;
         }
-        if (align > 1) {
+        if (align > 1 && !t.convert) {
             memcpy(dst, bounce + (pos - first), reached - pos);
         }
         pos = reached;
+    }
+    if (t.convert) {
+        t.convert->convert(t.dst, bounce + (t.offset - begin), t.size);
     }
     return true;
 }

@@ -55,6 +55,19 @@ struct open_file {
 // mode is direct or buffered. Returns null and says why in error when the file system refuses.
 std::unique_ptr<file_source> make_file_source(const std::vector<open_file> & files, io_mode mode, std::string & error);
 
+// What a worker makes of bytes between reading them and dst: as many bytes, in the order that the kernels want. Called by several
+// workers at once.
+class conversion {
+public:
+    virtual ~conversion() = default;
+
+    // what can be converted alone, in bytes from the start of a transfer; at most the reader's chunk size
+    virtual uint64_t unit() const = 0;
+
+    // size: a multiple of unit(). Must not throw.
+    virtual void convert(void * dst, const void * src, uint64_t size) const = 0;
+};
+
 struct transfer {
     int32_t      tag;    // the caller's, reported when the transfer fails
     int32_t      file;   // ignored when src is set
@@ -62,6 +75,7 @@ struct transfer {
     uint64_t     size;   // bytes
     void       * dst;
     const void * src;    // copy from memory instead of reading; null: read
+    const conversion * convert = nullptr; // of what is read; null: dst gets the bytes of the file
 };
 
 // The transfers that one waits for together. May be submitted to again once it is idle. Not movable.
@@ -106,9 +120,9 @@ using aligned_buffer = std::unique_ptr<uint8_t, aligned_free>;
 
 class reader {
 public:
-    // n_threads > 0; chunk_size in bytes, > 0, a multiple of the source's alignment; abort() otherwise.
+    // n_threads > 0; chunk_size in bytes, > 0, a multiple of the source's alignment; abort() otherwise. converts: some transfers do.
     // Throws std::runtime_error with a hint when not all threads start, or their buffers find no memory.
-    reader(std::unique_ptr<file_source> source, int32_t n_threads, uint64_t chunk_size = default_chunk_size);
+    reader(std::unique_ptr<file_source> source, int32_t n_threads, uint64_t chunk_size = default_chunk_size, bool converts = false);
 
     static constexpr uint64_t default_chunk_size = 1024 * 1024;
 
@@ -123,7 +137,7 @@ public:
     void drop_cache() { source->drop_cache(); }
 
     int32_t  n_threads()    const { return (int32_t) workers.size(); }
-    uint64_t bounce_bytes() const { return bounces.size() * bounce_size(); } // memory held for direct reads
+    uint64_t bounce_bytes() const { return bounces.size() * bounce_size(); } // memory held for direct and converted reads
 
     uint64_t bytes_read() const { return n_bytes_read.load(std::memory_order_relaxed); } // from files, over-reads included
 
@@ -149,7 +163,7 @@ private:
     bool                    stopping = false; // guarded by mutex
 
     std::atomic<uint64_t>       n_bytes_read { 0 };
-    std::vector<aligned_buffer> bounces; // of each worker; none for buffered reads
+    std::vector<aligned_buffer> bounces; // of each worker; none for buffered reads of bytes as they are
     std::vector<std::thread>    workers;
 };
 

@@ -258,7 +258,7 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
             if (opt.poison) {
                 memset(dst, 0xff, part.expert_bytes);
             }
-            scratch_transfers.push_back({ p.slot, part.file, part.offset + p.expert * part.expert_bytes, part.expert_bytes, dst, nullptr });
+            scratch_transfers.push_back({ p.slot, part.file, part.offset + p.expert * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert });
         }
     }
     if (n_miss > 0) {
@@ -317,7 +317,7 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
         for (const expert_part & part : l.desc.parts) {
             uint8_t * dst = in_half(h, part, e);
             const uint8_t * src = slot < 0 ? nullptr : part.slots + slot * part.expert_bytes;
-            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, dst, src });
+            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, dst, src, part.convert });
         }
     }
     io->submit(h.fill, scratch_transfers, how);

@@ -47,6 +47,7 @@ struct expert_part {
     uint64_t  expert_bytes;   // of one expert; also the stride in file, slots and staging
     uint8_t * slots;          // n_slot * expert_bytes
     uint64_t  staging_offset; // bytes, of expert 0 in a staging half
+    const conversion * convert = nullptr; // what slots and staging hold is this of the file's bytes
 };
 
 struct layer_desc {

@@ -5,9 +5,10 @@
 // and reads must have gone through the path that T asks for; else the comparison proves nothing and the run fails.
 //
 //   moe-identity -m model.gguf [--slots used,used+1,all] [--ubatch 1,2,9] [--tokens 48] [--sequences 1] [--threads 2] [--seed 1]
-//                [--load-mode mmap|none|dio] [--embeddings] [moe flags: --moe-io direct …]
+//                [--load-mode mmap|none|dio] [--embeddings] [--repack] [moe flags: --moe-io direct …]
 //
-// --embeddings compares what models give that have no logits. Tokens are dealt to the sequences in turn, so that a batch of T has tokens of up to T sequences.
+// --embeddings compares what models give that have no logits. With --repack both sides use the kernels that stock prefers, without it
+// plain ones. Tokens are dealt to the sequences in turn, so that a batch of T has tokens of up to T sequences.
 //
 // One line per comparison; exit code 0 only if all are equal.
 
@@ -40,6 +41,7 @@ struct options {
     int         n_seq     = 1;
     uint32_t    seed      = 1;
     bool        embeddings = false;
+    bool        repack     = false;
     llama_load_mode load_mode = LLAMA_LOAD_MODE_AUTO;
     std::vector<llama_model_kv_override> moe;
 };
@@ -51,8 +53,8 @@ options parse(int argc, char ** argv) {
         if (moe_parse_flag(argc, argv, i, o.moe)) {
             continue;
         }
-        if (arg == "--embeddings") {
-            o.embeddings = true;
+        if (arg == "--embeddings" || arg == "--repack") {
+            (arg == "--repack" ? o.repack : o.embeddings) = true;
             continue;
         }
         if (i + 1 >= argc) {
@@ -82,7 +84,7 @@ model_ptr load(const options & o, const std::string & slots) {
         moe_flags()[0].apply(overrides, slots);
     }
     llama_model_params params = llama_model_default_params();
-    params.use_extra_bufts = false; // plain kernels on both sides
+    params.use_extra_bufts = o.repack;
     params.n_gpu_layers    = 0;
     params.load_mode       = o.load_mode;
     params.kv_overrides    = moe_overrides_data(overrides);

@@ -14,6 +14,30 @@ struct read_record {
     uint64_t size;
 };
 
+// a conversion that no mistake about its units or their order leaves unseen: each unit backwards
+class backwards final : public moe::conversion {
+public:
+    explicit backwards(uint64_t n) : n(n) {}
+
+    uint64_t unit() const override { return n; }
+
+    void convert(void * dst, const void * src, uint64_t size) const override {
+        CHECK_EQ(size % n, 0u);
+        for (uint64_t i = 0; i < size; i += n) {
+            std::reverse_copy((const char *) src + i, (const char *) src + i + n, (char *) dst + i);
+        }
+    }
+
+    std::string of(const std::string & bytes) const {
+        std::string out(bytes.size(), 0);
+        convert(&out[0], bytes.data(), bytes.size());
+        return out;
+    }
+
+private:
+    const uint64_t n;
+};
+
 class faulty_source final : public moe::file_source {
 public:
     // Called before each read, from the worker's thread, no lock held. Returns the most bytes the read may give, or -errno.

@@ -35,16 +35,31 @@ static void run_round(uint64_t seed) {
 
     // three tensors of different sizes, each of n_expert rows, in two files, at odd offsets
     const int32_t n_tensor = 3;
+    const uint64_t  unit = rnd.between(1, std::min<uint64_t>(chunk, 3000));
+    const backwards convert(unit);
+    const conversion * const convert_of[n_tensor] = { nullptr, nullptr, &convert };
     uint64_t row_size[n_tensor];
     uint64_t start[n_tensor];
     const int32_t file_of[n_tensor] = { 0, 1, 0 };
     uint64_t file_size[2] = { 0, 0 };
     for (int32_t t = 0; t < n_tensor; ++t) {
         row_size[t] = rnd.between(1, 12000);
+        if (t == n_tensor - 1) { // this one is converted
+            row_size[t] = unit * rnd.between(1, 12);
+        }
         start[t]    = file_size[file_of[t]] + rnd.below(5000);
         file_size[file_of[t]] = start[t] + row_size[t] * n_expert;
     }
     const std::vector<std::string> contents = { random_bytes(file_size[0], seed + 1), random_bytes(file_size[1], seed + 2) };
+
+    // [n_expert][n_tensor] what slots hold
+    std::vector<std::vector<std::string>> wanted(n_expert);
+    for (int32_t e = 0; e < n_expert; ++e) {
+        for (int32_t t = 0; t < n_tensor; ++t) {
+            const std::string bytes = contents[file_of[t]].substr(start[t] + e * row_size[t], row_size[t]);
+            wanted[e].push_back(convert_of[t] ? convert.of(bytes) : bytes);
+        }
+    }
 
     std::atomic<uint64_t> n_read { 0 };
     std::atomic<bool>     any_error { false };
@@ -73,7 +88,7 @@ static void run_round(uint64_t seed) {
     guarded_buffer guess(row_size[1]);
 
     // after the buffers, so that they go first: a guess may still be under way at the end
-    reader         r(std::move(source), n_thread, chunk);
+    reader         r(std::move(source), n_thread, chunk, /*converts =*/ true);
     slot_pool      pool(n_slot, n_expert, kind);
     transfer_group group;
     transfer_group guesses; // background reads into a place of their own, meanwhile
@@ -83,7 +98,7 @@ static void run_round(uint64_t seed) {
         for (int32_t e = 0; e < n_expert; ++e) {
             const int32_t slot = pool.peek(e);
             for (int32_t t = 0; slot >= 0 && t < n_tensor; ++t) {
-                CHECK(slots[slot][t]->holds(contents[file_of[t]].data() + start[t] + e * row_size[t]));
+                CHECK(slots[slot][t]->holds(wanted[e][t].data()));
             }
         }
         for (const auto & slot : slots) {
@@ -115,9 +130,9 @@ static void run_round(uint64_t seed) {
                 guarded_buffer & to = *slots[p.slot][t];
                 memset(to.data(), 0xdd, to.size);
                 const uint64_t offset = start[t] + p.expert * row_size[t];
-                // some experts come from memory
-                const void * src = p.expert % 5 == 4 ? contents[file_of[t]].data() + offset : nullptr;
-                transfers.push_back({ p.slot, file_of[t], offset, to.size, to.data(), src });
+                // some experts come from memory, where they are converted already
+                const void * src = p.expert % 5 == 4 ? wanted[p.expert][t].data() : nullptr;
+                transfers.push_back({ p.slot, file_of[t], offset, to.size, to.data(), src, convert_of[t] });
             }
         }
         if (rnd.percent(10)) { // nothing, anywhere
