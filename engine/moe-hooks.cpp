@@ -959,6 +959,8 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     }
     r.kernels_expert  = n_repacked == 0 ? "plain" : n_repacked == n_tensors ? "repacked" : "repacked and plain";
     r.kernels_dense   = "plain";
+    r.same_bits_as    = moe->unlike_stock ? "no stock llama.cpp: it would use kernels that streamed experts cannot (--no-repack avoids them)" :
+        moe->extra_bufts ? "stock llama.cpp" : "stock llama.cpp with --no-repack";
     for (const auto & [key, ctx] : ml.ctx_map) {
         if (std::string(ggml_backend_buft_name(key.buft)).find("REPACK") != std::string::npos) {
             r.kernels_dense = "repacked";
@@ -1042,9 +1044,8 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
                 r.model.c_str(), moe->layers.size(), r.n_slot, r.n_expert, r.slots_requested.c_str(), r.n_expert_used);
         LLAMA_LOG_WARN("moestream: reads: %s, %d threads (%s); policy %s; overlap %s; experts on the %s\n", r.io_mode.c_str(), r.io_threads,
                 r.io_reason.c_str(), r.policy.c_str(), r.overlap ? "on" : "off", r.placement.c_str());
-        LLAMA_LOG_WARN("moestream: kernels: experts %s, dense weights %s (%s)\n", r.kernels_expert.c_str(), r.kernels_dense.c_str(),
-                moe->unlike_stock ? "no stock setting has the same bits; --no-repack does" :
-                moe->extra_bufts  ? "same bits as stock" : "same bits as stock with --no-repack");
+        LLAMA_LOG_WARN("moestream: kernels: experts %s, dense weights %s; same bits as %s\n", r.kernels_expert.c_str(), r.kernels_dense.c_str(),
+                r.same_bits_as.c_str());
     }
     const moe::memory_report & m = r.memory;
     LLAMA_LOG_WARN("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f + read buffers %.1f + KV %.1f + compute %.1f\n",

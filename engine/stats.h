@@ -51,8 +51,9 @@ struct stream_report {
     int32_t     io_threads    = 0;
     bool        overlap       = true;
     std::string placement;      // where the expert matmuls run
-    std::string kernels_expert; // "plain" or "repacked"
+    std::string kernels_expert; // "plain", "repacked", or "repacked and plain"
     std::string kernels_dense;
+    std::string same_bits_as;   // which stock llama.cpp
     memory_report memory;
 };
 

@@ -34,6 +34,8 @@ TYPES = {
     "mxfp4": "MXFP4_MOE",
     "iq4_nl": "IQ4_NL",
 }
+# Upstream has repacked kernels for these on most processors.
+REPACKED = {"q8_0", "q4_0", "q4_k", "q6_k", "mxfp4", "iq4_nl"}
 # Upstream's fixtures of these have expert tensors that their graphs never use.
 WITHOUT_MOE_GRAPH = {"refact"}
 # Upstream's own CPU code cannot compute with every matrix of these in a quantized type: only the experts are.

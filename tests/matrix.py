@@ -50,9 +50,13 @@ class Cell:
     n_shards: int = 1
     alignment: int = 32
     load_mode: str = "mmap"
+    repack: bool = False  # the kernels that stock prefers, in place of plain ones
 
     def __str__(self) -> str:
-        return f"{self.architecture} {self.type_name} {self.n_shards} files, alignment {self.alignment}, {self.load_mode}"
+        kernels = "repacked, " if self.repack else ""
+        return (
+            f"{self.architecture} {self.type_name} {kernels}{self.n_shards} files, alignment {self.alignment}, {self.load_mode}"
+        )
 
 
 @dataclass
@@ -71,6 +75,8 @@ def full_matrix(names: list[str], types: list[str]) -> Iterator[Cell]:
         used = architectures.n_used(name)
         for type_name in types:
             yield Cell(name, type_name, (str(used), str(used + 1), "all"), ALL_UBATCH)
+            if type_name in architectures.REPACKED:
+                yield Cell(name, type_name, (str(used), "all"), (1, 2, 9, 64), repack=True)
     if "q4_0" not in types:
         return
     for i, name in enumerate(names):
@@ -85,7 +91,8 @@ def short_matrix(names: list[str]) -> Iterator[Cell]:
     """What every run of the tests can afford."""
     for name in names:
         for type_name in ("f32", "q4_0"):
-            yield Cell(name, type_name, (str(architectures.n_used(name)),), (1, 9))
+            yield Cell(name, type_name, (str(architectures.n_used(name)),), (1, 9), repack=False)
+        yield Cell(name, "q4_0", (str(architectures.n_used(name)),), (1, 9), repack=True)
 
 
 def check(cell: Cell, source: Path, folder: Path) -> Outcome:
@@ -127,6 +134,7 @@ def _compare(cell: Cell, model: Path, outcome: Outcome, tokens: int, ubatch: lis
         tool("moe-identity"), "-m", model, "--threads", "1", "--slots", ",".join(cell.slots),
         "--ubatch", ",".join(map(str, ubatch)), "--tokens", str(tokens), "--load-mode", cell.load_mode,
         *(["--embeddings"] if cell.architecture in architectures.EMBEDDINGS else []),
+        *(["--repack"] if cell.repack else []),
         env=environment(STRICT), ok=False, timeout_s=1800,
     )  # fmt: skip
     lines = done.stdout.splitlines()

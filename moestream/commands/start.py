@@ -127,7 +127,7 @@ def make_plan(
     Raises:
         MoestreamError: a wrong model, no engine, arguments that collide, an address in use.
     """
-    check_extra(settings.extra, streaming=settings.streaming)
+    check_extra(settings.extra)
     check_streaming_flags(settings)
     if not settings.streaming:
         _check_environment()
@@ -221,7 +221,7 @@ def ready_result(plan: ServerPlan, facts: ReadyFacts, *, elapsed_s: float, super
         ("engine", f"{plan.engine_id} ({plan.backend})"),
         ("slots", report.slots_line(stats, requested=plan.slots, sleeping=props.get("is_sleeping") is True)),
         ("memory", report.memory_line(stats)),
-        ("kernels", report.kernels_line(stats, no_repack="--no-repack" in plan.argv)),
+        ("kernels", report.kernels_line(stats)),
         ("context", _context_line(plan, n_ctx, parallel)),
         ("log", plan.log_path),
         ("stop", stop if plan.detached else f"Ctrl-C, or {stop}"),

@@ -88,7 +88,7 @@ def flag_of(argument: str) -> str:
     return flag.replace("_", "-") if flag.startswith("--") else flag
 
 
-def check_extra(extra: Sequence[str], *, streaming: bool = True) -> None:
+def check_extra(extra: Sequence[str]) -> None:
     """Refuse arguments after ``--`` that moestream sets itself.
 
     Raises:
@@ -112,11 +112,6 @@ def check_extra(extra: Sequence[str], *, streaming: bool = True) -> None:
             raise MoestreamError(
                 f"{argument} after -- collides with moestream's own {ours}",
                 hint=f"use moestream start {ours} … and leave out {argument}",
-            )
-        if streaming and flag == "--repack":
-            raise MoestreamError(
-                f"{argument} after -- collides with --no-repack, which expert streaming needs for now",
-                hint=f"leave out {argument}, or serve without streaming: --slots off",
             )
 
 
@@ -161,16 +156,13 @@ def build_argv(server: Path, settings: ServerSettings) -> list[str]:
     Raises:
         MoestreamError: the settings contradict each other.
     """
-    check_extra(settings.extra, streaming=settings.streaming)
+    check_extra(settings.extra)
     check_streaming_flags(settings)
     argv = [str(server), "-m", str(settings.model)]
     if settings.streaming:
         argv += ["--moe-slots", settings.slots]
         for ours, value in _streaming_flags(settings):
             argv += [ours.replace("--", "--moe-"), str(value)]
-        # The plain kernels are the ones with which streaming gives stock's bits.
-        if not {"-nr", "--no-repack"} & {flag_of(a) for a in settings.extra}:
-            argv.append("--no-repack")
     argv += ["--metrics", "--host", settings.host, "--port", str(settings.port)]
     if settings.ctx is not None:
         argv += ["-c", str(settings.ctx)]

@@ -51,15 +51,15 @@ def slots_line(stats: Stats, *, requested: str = "", sleeping: bool = False) -> 
     return text
 
 
-def kernels_line(stats: Stats, *, no_repack: bool) -> str | None:
-    """Which kernels are used; bit identity with stock llama.cpp depends on it."""
+def kernels_line(stats: Stats) -> str | None:
+    """Which kernels are used, and of which stock llama.cpp the bits are."""
     kernels = (stats.raw or {}).get("kernels") or {}
-    parts = []
-    if kernels:
-        parts.append(f"experts {kernels.get('experts')}, dense weights {kernels.get('dense')}")
-    if no_repack:
-        parts.append("--no-repack: the same bits as stock llama.cpp with --no-repack")
-    return "; ".join(parts) or None
+    if not kernels:
+        return None
+    text = f"experts {kernels.get('experts')}, dense weights {kernels.get('dense')}"
+    if same_as := kernels.get("same_bits_as"):
+        text += f"; the same bits as {same_as}"
+    return text
 
 
 _MEMORY = (

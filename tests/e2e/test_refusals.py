@@ -262,8 +262,8 @@ def test_settings_from_the_environment(demo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("repack", [True, False])
-def test_extra_buffers_take_no_experts(tmp_path: Path, repack: bool) -> None:
-    """Repacked weights, AMX and KleidiAI: buffers with formats of their own. They take dense weights, and it is said."""
+def test_experts_are_repacked_like_other_weights(tmp_path: Path, repack: bool) -> None:
+    """Experts of a type that this processor has repacked kernels for are repacked too, in the pool; it is said."""
     source, model = tmp_path / "f32.gguf", tmp_path / "q4_0.gguf"
     source.write_bytes(tiny().write())
     quantize(source, model)
@@ -271,7 +271,7 @@ def test_extra_buffers_take_no_experts(tmp_path: Path, repack: bool) -> None:
     output = run(tool("llama-completion"), "-m", model, "--moe-slots", "4", *arguments, env=environment()).stderr
     extra = re.findall(r"CPU_REPACK model buffer size = +([\d.]+) MiB", output)
     kernels = re.search(r"moestream: kernels: experts (\w+), dense weights (\w+)", output)
-    assert kernels and kernels.groups() == ("plain", "repacked" if extra else "plain")
+    assert kernels and kernels.groups() == (("repacked",) * 2 if extra else ("plain",) * 2)
     assert repack or not extra
     pool = re.findall(r"MoE_Pool model buffer size = +([\d.]+) MiB", output)
     assert float(pool[-1]) > 0

@@ -64,7 +64,10 @@ def test_what_is_in_force(server: LlamaServer, demo: Path) -> None:
     assert (stats["n_layer_moe"], stats["n_expert"], stats["n_expert_used"]) == (8, 64, 6)
     assert (stats["slots"], stats["slots_requested"], stats["policy"], stats["overlap"]) == (SLOTS, str(SLOTS), "lru", True)
     assert stats["io"] == {"mode": "direct", "requested": "direct", "reason": "as asked", "threads": 3}
-    assert (stats["placement"], stats["kernels"]) == ("cpu", {"experts": "plain", "dense": "plain"})
+    assert (stats["placement"], stats["kernels"]) == (
+        "cpu",
+        {"experts": "plain", "dense": "plain", "same_bits_as": "stock llama.cpp with --no-repack"},
+    )
     assert [layer["layer"] for layer in stats["layers"]] == list(range(8))
     assert all((layer["n_expert"], layer["slots"]) == (64, SLOTS) for layer in stats["layers"])
 

@@ -47,6 +47,17 @@ def test_layouts(model: Callable[[str, str], Path], layout: str, type_name: str)
     assert compare(model(layout, type_name)) == {"slots": 5, "staging": 4}
 
 
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_repacked(model: Callable[[str, str], Path], layout: str, io: str) -> None:
+    """With the kernels that stock prefers for the type on this processor."""
+    assert compare(model(layout, "q4_0"), "--repack", "--moe-io", io) == {"slots": 5, "staging": 4}
+
+
+def test_repacked_demo(demo: Path) -> None:
+    assert compare(demo, "--repack", "--slots", "6,8,64") == {"slots": 5, "staging": 4}
+
+
 @pytest.mark.parametrize("arguments", [
     ("--moe-io", "direct"),
     ("--moe-io", "buffered"),
@@ -136,13 +147,17 @@ def test_wide_batches_read_ahead(demo: Path) -> None:
 def test_results_program(demo: Path, tmp_path: Path) -> None:
     """Upstream's own program that writes all logits of a text to a file writes the same file."""
     written = []
-    for name, arguments in {"stock": [], "again": [], "streamed": ["--moe-slots", "8"]}.items():
+    plain, streamed = ["--no-repack"], ["--moe-slots", "8"]
+    for name, arguments in {
+        "stock": [], "again": [], "streamed": streamed, "plain": plain, "plain-streamed": [*plain, *streamed],
+    }.items():  # fmt: skip
         path = tmp_path / f"{name}.gguf"
         run(
-            tool("llama-results"), "-m", demo, "-o", path, "-p", PROMPT, "-b", "512", "-ub", "9", "-t", "1", "--no-repack", "-c", "512",
+            tool("llama-results"), "-m", demo, "-o", path, "-p", PROMPT, "-b", "512", "-ub", "9", "-t", "1", "-c", "512",
             *arguments, env=environment(POISON),
         )  # fmt: skip
         written.append(path.read_bytes())
     assert len(written[0]) > 100 * 8192 * 4
     assert written[0] == written[1], "the reference does not equal itself"
     assert written[0] == written[2]
+    assert written[3] == written[4]

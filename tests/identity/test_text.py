@@ -11,7 +11,7 @@ from fixture_models import run, tool
 from llama_server import environment
 
 HELD_OUT = Path(__file__).resolve().parents[1] / "data" / "heldout.txt.xz"
-PLAIN = ("--no-repack", "-t", "1")
+ONE_THREAD = ("-t", "1")
 N_TOKENS = 1500
 
 
@@ -19,7 +19,7 @@ def answer(demo: Path, *arguments: str) -> str:
     """1,500 tokens, each the likeliest; repetition is punished, since text that loops visits few experts."""
     done = run(
         tool("llama-completion"), "-m", demo, "-p", "The purpose of this manual is to describe", "-n", str(N_TOKENS), "--temp", "0",
-        "--repeat-penalty", "1.3", "--repeat-last-n", "256", "--ignore-eos", "-no-cnv", "-c", "2048", *PLAIN, *arguments,
+        "--repeat-penalty", "1.3", "--repeat-last-n", "256", "--ignore-eos", "-no-cnv", "-c", "2048", *ONE_THREAD, *arguments,
         env=environment(),
     )  # fmt: skip
     return done.stdout
@@ -50,7 +50,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def perplexity(demo: Path, held_out: Path, n_chunks: int, *arguments: str) -> list[str]:
     """The running values that llama-perplexity prints, and its final estimate."""
     done = run(
-        tool("llama-perplexity"), "-m", demo, "-f", held_out, "-c", "512", "--chunks", str(n_chunks), *PLAIN, *arguments,
+        tool("llama-perplexity"), "-m", demo, "-f", held_out, "-c", "512", "--chunks", str(n_chunks), *ONE_THREAD, *arguments,
         env=environment(),
     )  # fmt: skip
     found = re.findall(r"\[\d+\]([\d.]+),", done.stdout) + re.findall(

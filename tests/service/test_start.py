@@ -47,7 +47,7 @@ def test_foreground_reports_once_and_serves(home: Home) -> None:
     assert report["stats"]["slots"] == 8
     assert report["supervisor_pid"] == process.pid
     assert report["argv"][1:] == [
-        "-m", str(DEMO), "--moe-slots", "8", "--no-repack", "--metrics",
+        "-m", str(DEMO), "--moe-slots", "8", "--metrics",
         "--host", "127.0.0.1", "--port", str(home.port), "-c", "512", "-np", "2", "--alias", "x",
     ]  # fmt: skip
     answer = httpx.post(
@@ -402,7 +402,7 @@ def test_streaming_off(home: Home) -> None:
     )  # fmt: skip
     report = json.loads(done.stdout)
     assert report["streaming"] is False
-    assert not any(a.startswith("--moe") or a == "--no-repack" for a in report["argv"])
+    assert not any(a.startswith("--moe") for a in report["argv"])
 
 
 def refused(home: Home, *arguments: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moestream.errors import MoestreamError
-from moestream.server.arguments import ServerSettings, build_argv, check_extra, flag_of, parse_slots, value_after
+from moestream.server.arguments import ServerSettings, build_argv, check_extra, parse_slots, value_after
 
 SERVER = Path("/engine/bin/llama-server")
 PLAIN = ServerSettings(model=Path("/models/m.gguf"))
@@ -16,7 +16,7 @@ PLAIN = ServerSettings(model=Path("/models/m.gguf"))
 
 def test_defaults() -> None:
     assert build_argv(SERVER, PLAIN) == [
-        "/engine/bin/llama-server", "-m", "/models/m.gguf", "--moe-slots", "auto", "--no-repack", "--metrics",
+        "/engine/bin/llama-server", "-m", "/models/m.gguf", "--moe-slots", "auto", "--metrics",
         "--host", "127.0.0.1", "--port", "8080",
     ]  # fmt: skip
 
@@ -28,7 +28,7 @@ def test_everything() -> None:
     )  # fmt: skip
     assert build_argv(SERVER, settings) == [
         "/engine/bin/llama-server", "-m", "m.gguf", "--moe-slots", "32", "--moe-io-threads", "8", "--moe-io",
-        "direct", "--moe-policy", "lfu", "--moe-overlap", "off", "--no-repack", "--metrics", "--host", "::1",
+        "direct", "--moe-policy", "lfu", "--moe-overlap", "off", "--metrics", "--host", "::1",
         "--port", "81", "-c", "0", "-np", "4", "--alias", "x",
     ]  # fmt: skip
 
@@ -36,7 +36,6 @@ def test_everything() -> None:
 def test_slots_off_passes_nothing_of_ours() -> None:
     argv = build_argv(SERVER, replace(PLAIN, slots="off", extra=("--repack",)))
     assert [a for a in argv if a.startswith("--moe")] == []
-    assert "--no-repack" not in argv
 
 
 @pytest.mark.parametrize(
@@ -66,12 +65,6 @@ def test_io_threads_at_the_ends_of_the_range(number: int) -> None:
     assert argv[argv.index("--moe-io-threads") + 1] == str(number)
 
 
-@pytest.mark.parametrize("spelling", ["-nr", "--no-repack", "--no_repack"])
-def test_no_repack_given_by_the_user_is_not_repeated(spelling: str) -> None:
-    argv = build_argv(SERVER, replace(PLAIN, extra=(spelling,)))
-    assert [a for a in argv if flag_of(a) in ("-nr", "--no-repack")] == [spelling]
-
-
 @pytest.mark.parametrize(
     ("argument", "ours"),
     [
@@ -91,7 +84,6 @@ def test_no_repack_given_by_the_user_is_not_repeated(spelling: str) -> None:
         ("--moe-overlap", "--overlap"),
         ("--metrics", "--metrics"),
         ("--reuse-port", "--reuse-port"),
-        ("--repack", "--no-repack"),
     ],
 )
 def test_collisions_name_both(argument: str, ours: str) -> None:
@@ -102,7 +94,7 @@ def test_collisions_name_both(argument: str, ours: str) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("argument", ["--metrics-x", "-md", "--chat-template", "-t", "--no-mmap"])
+@pytest.mark.parametrize("argument", ["--metrics-x", "-md", "--chat-template", "-t", "--no-mmap", "--repack", "--no-repack"])
 def test_others_pass(argument: str) -> None:
     check_extra([argument, "1"])
 
