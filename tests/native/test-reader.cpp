@@ -43,11 +43,12 @@ static transfer read_of(int32_t tag, uint64_t offset, guarded_buffer & to, int32
 
 // a reader over one file in memory; the source stays visible for its log
 struct memory_fixture {
-    explicit memory_fixture(uint64_t size, uint32_t align, int32_t n_threads, uint64_t chunk_size, faulty_source::hook_fn hook = nullptr)
+    explicit memory_fixture(uint64_t size, uint32_t align, int32_t n_threads, uint64_t chunk_size, faulty_source::hook_fn hook = nullptr,
+            bool converts = false)
         : text(random_bytes(size, 42)) {
         auto owned = std::make_unique<faulty_source>(std::vector<std::string> { text }, align, std::move(hook));
         source = owned.get();
-        r = std::make_unique<reader>(std::move(owned), n_threads, chunk_size);
+        r = std::make_unique<reader>(std::move(owned), n_threads, chunk_size, converts);
     }
 
     std::string             text;
@@ -117,6 +118,53 @@ TEST(chunks_end_at_multiples_in_the_file) {
         CHECK_EQ(pos, (end + align - 1) / align * align);
         CHECK_EQ(f.r->bytes_read(), pos - offset / align * align);
     }
+}
+
+TEST(converts_in_whole_units_whatever_comes_back) {
+    for (uint32_t align : { 1u, 512u, 4096u }) {
+        for (uint64_t unit : { 1u, 7u, 100u, 1000u, 4096u, 8192u }) {
+            // at most 1,500 bytes come back at a time: pieces have to be gathered before they are converted
+            memory_fixture f(200 * KiB, align, 3, 8 * KiB, [](int32_t, uint64_t size, uint64_t) -> int64_t {
+                return (int64_t) std::min<uint64_t>(size, 1500);
+            }, true);
+            const backwards convert(unit);
+            for (uint64_t offset : { 0u, 1u, 4095u, 5000u }) {
+                for (uint64_t n : { 1u, 2u, 9u, 20u }) {
+                    guarded_buffer to(n * unit, offset % 3);
+                    transfer t = read_of(1, offset, to);
+                    t.convert = &convert;
+                    transfer_group group;
+                    f.r->submit(group, { t }, urgency::demand);
+                    CHECK(group.wait() || align == 4096); // a direct read that never fills a block gives up
+                    CHECK(!group.ok() || to.holds(convert.of(f.text.substr(offset, to.size)).data()));
+                    CHECK(to.guards_intact());
+                }
+            }
+        }
+    }
+}
+
+TEST(what_comes_from_memory_is_converted_already) {
+    memory_fixture f(1000, 1, 1, 8 * KiB, nullptr, true);
+    const backwards convert(10);
+    guarded_buffer to(100);
+    transfer_group group;
+    f.r->submit(group, { { 1, 0, 0, 100, to.data(), f.text.data(), &convert } }, urgency::demand);
+    CHECK(group.wait());
+    CHECK(to.holds(f.text.data()));
+}
+
+TEST(nothing_is_converted_of_a_read_that_fails) {
+    memory_fixture f(1000, 1, 1, 8 * KiB, [](int32_t, uint64_t, uint64_t) -> int64_t { return -EIO; }, true);
+    const backwards convert(10);
+    guarded_buffer to(100);
+    const std::string before(to.data(), to.data() + 100);
+    transfer t = read_of(1, 0, to);
+    t.convert = &convert;
+    transfer_group group;
+    f.r->submit(group, { t }, urgency::demand);
+    CHECK(!group.wait());
+    CHECK(to.holds(before.data()));
 }
 
 TEST(several_workers_share_one_read) {
