@@ -145,7 +145,8 @@ struct fake_experts {
                 const int32_t file = (int32_t) rnd.below(n_file);
                 slots.push_back(std::make_unique<uint8_t[]>(bytes * d.n_slot)); // of its own: what is written beside it, ASan sees
                 end[file] += rnd.percent(50) ? rnd.below(9000) : 0;
-                d.parts.push_back({ file, end[file], bytes, slots.back().get(), staging_offset });
+                static const inverted invert;
+                d.parts.push_back({ file, end[file], bytes, slots.back().get(), staging_offset, rnd.percent(40) ? &invert : nullptr });
                 end[file]      += bytes * d.n_expert;
                 staging_offset += (bytes * d.n_expert + 31) / 32 * 32;
             }
@@ -186,8 +187,8 @@ struct fake_experts {
     }
 
     bool holds(int32_t i_layer, bool staged, int32_t id, int32_t expert, uint32_t version) const {
-        const uint8_t diff = mask(version) ^ mask(versions[i_layer][expert]);
         for (const moe::expert_part & p : layers[i_layer].parts) {
+            const uint8_t   diff  = mask(version) ^ mask(versions[i_layer][expert]) ^ (p.convert ? 0xff : 0);
             const uint8_t * bytes = row(i_layer, p, staged, id);
             const char *    file  = in_file(p, expert);
             if (!std::equal(bytes, bytes + p.expert_bytes, file, [diff](uint8_t a, char b) { return a == ((uint8_t) b ^ diff); })) {

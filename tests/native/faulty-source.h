@@ -5,6 +5,7 @@
 #include "check.h"
 #include "reader.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <mutex>
 
@@ -12,6 +13,16 @@ struct read_record {
     int32_t  file;
     uint64_t offset;
     uint64_t size;
+};
+
+// a conversion that is missed when it does not happen, or happens twice
+class inverted final : public moe::conversion {
+public:
+    uint64_t unit() const override { return 1; }
+
+    void convert(void * dst, const void * src, uint64_t size) const override {
+        std::transform((const char *) src, (const char *) src + size, (char *) dst, [](char c) { return (char) ~c; });
+    }
 };
 
 // a conversion that no mistake about its units or their order leaves unseen: each unit backwards

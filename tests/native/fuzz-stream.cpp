@@ -619,7 +619,7 @@ static void run_round(uint64_t seed) {
     source->eintr_percent = rnd.percent(50) ? 0 : 10;
     source->sick_percent  = align == 1 && rnd.percent(20) ? 5 : 0;
     const uint64_t chunk  = align == 1 ? rnd.between(50, 2000) : align * rnd.between(1, 4);
-    auto io = std::make_unique<reader>(std::move(source), (int32_t) rnd.between(1, 3), chunk);
+    auto io = std::make_unique<reader>(std::move(source), (int32_t) rnd.between(1, 3), chunk, true);
 
     stream::options opt;
     opt.policy     = kind;

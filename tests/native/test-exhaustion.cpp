@@ -259,7 +259,7 @@ TEST(a_graph_without_memory_is_an_error_and_the_next_one_right) {
     opt.poison     = true;
     opt.staging    = experts.staging.get();
     opt.half_bytes = experts.half_bytes;
-    stream s(opt, experts.layers, std::make_unique<reader>(std::move(owned), 2, 64));
+    stream s(opt, experts.layers, std::make_unique<reader>(std::move(owned), 2, 64, true));
 
     test_random rnd(6);
     const std::vector<std::vector<int32_t>> narrow = { { 1, 5 }, { 8, 1 } };

@@ -29,7 +29,7 @@ struct streamed {
         opt.check      = true;
         opt.staging    = experts.staging.get();
         opt.half_bytes = experts.half_bytes;
-        s = std::make_unique<stream>(opt, experts.layers, std::make_unique<reader>(std::move(src), n_thread));
+        s = std::make_unique<stream>(opt, experts.layers, std::make_unique<reader>(std::move(src), n_thread, reader::default_chunk_size, true));
     }
 
     void begin(int32_t i, bool staged, const std::vector<std::vector<int32_t>> & by_token, bool read_next = false) {
