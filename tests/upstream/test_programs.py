@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def table(program: str, models: Path, *arguments: str) -> dict[str, list[str]]:
     """PASS, FAIL and SKIP by model, as the program prints them."""
-    done = run(tool(program), "--models", models, "-t", "1", *arguments, env=environment(POISON), ok=False)
+    done = run(tool(program), "--models", models, "-t", "1", *arguments, env=environment(POISON), ok=False, cwd=models)
     rows: dict[str, list[str]] = {}
     for line in COLOUR.sub("", done.stdout).splitlines():
         name, *verdicts = line.split()
