@@ -126,7 +126,7 @@ const std::vector<moe_flag> & moe_flags() {
         },
         {
             "--moe-overlap", "on|off",
-            "compute the shared or dense FFN of a layer while its experts are read (default: on)",
+            "compute the shared or dense FFN of a layer, and with the experts that are there, while others are read (default: on)",
             "LLAMA_ARG_MOE_OVERLAP",
             [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
                 if (value != "on" && value != "off") {

@@ -4,6 +4,7 @@
 
 #include "budget.h"
 #include "header-check.h"
+#include "moe-gate.h"
 #include "stream.h"
 
 #include "ggml-backend-impl.h"
@@ -32,8 +33,9 @@
 #include <unistd.h>
 
 // The one opinion of what an expert tensor is: these kinds, with the suffix "weight". Everything else stays resident.
+// In the order in which graphs multiply with them.
 static const llm_tensor expert_kinds[] = {
-    LLM_TENSOR_FFN_GATE_EXPS, LLM_TENSOR_FFN_UP_EXPS, LLM_TENSOR_FFN_DOWN_EXPS, LLM_TENSOR_FFN_GATE_UP_EXPS,
+    LLM_TENSOR_FFN_GATE_EXPS, LLM_TENSOR_FFN_UP_EXPS, LLM_TENSOR_FFN_GATE_UP_EXPS, LLM_TENSOR_FFN_DOWN_EXPS,
 };
 
 static constexpr size_t tensor_pad = 256; // kernels may read past the last row
@@ -189,6 +191,14 @@ struct file_tensor {
     uint64_t    staging_offset = 0;  // in a half
 };
 
+// what the kernels ask about one expert tensor
+struct part_gate : moe_gate {
+    moe_stream * moe;
+    int32_t      i_layer;
+    int32_t      part;
+    bool         staged;
+};
+
 // what decides how a batch is served, known before there is a stream
 struct layer_shape {
     int32_t n_expert;
@@ -223,6 +233,8 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     std::vector<layer_shape>                               shapes; // by layer index, as the stream counts them
     std::unordered_map<const ggml_tensor *, int32_t>       i_layer_of;
     std::unordered_map<const ggml_tensor *, ggml_tensor *> staging_of;
+    std::unordered_map<const ggml_tensor *, part_gate>     gates; // by pool tensor or twin
+    std::vector<std::vector<part_gate *>>                  layer_gates; // by 2 * layer index + staged
 
     std::unique_ptr<moe::stream> stream; // null in the memory-fit pass
     std::atomic<int>             n_dry { 0 }; // moe_dry_run objects alive
@@ -836,6 +848,25 @@ static ggml_tensor * make_twin(moe_stream & moe, const file_tensor & t, int32_t 
     return twin;
 }
 
+static void gate_wait(const moe_gate * gate, int32_t matrix, int ith) {
+    const part_gate * g = (const part_gate *) gate;
+    g->moe->stream->wait_part(g->i_layer, g->staged, g->part, matrix, ith == 0);
+}
+
+// layers and their parts in order
+static void add_gate(moe_stream & moe, const ggml_tensor * w, int32_t i_layer, int32_t part, bool staged) {
+    part_gate & g = moe.gates[w];
+    g.order   = nullptr;
+    g.n_order = 0;
+    g.wait    = gate_wait;
+    g.moe     = &moe;
+    g.i_layer = i_layer;
+    g.part    = part;
+    g.staged  = staged;
+    moe.layer_gates.resize(2 * i_layer + 2);
+    moe.layer_gates[2 * i_layer + staged].push_back(&g);
+}
+
 static std::string choose_io(moe_stream & moe, const std::vector<moe::open_file> & files, std::unique_ptr<moe::file_source> & source) {
     std::string error;
     if (moe.io != moe::io_mode::automatic) {
@@ -919,9 +950,12 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
             }
             d.parts.push_back({ (int32_t) t.file, t.offset, t.expert_bytes, (uint8_t *) t.pool->data, t.staging_offset, t.convert.get() });
             moe->i_layer_of[t.pool] = i_layer;
+            const int32_t part = (int32_t) d.parts.size() - 1;
+            add_gate(*moe, t.pool, i_layer, part, false);
             if (moe->staging) {
                 t.staging = make_twin(*moe, t, i_layer % 2);
                 moe->staging_of[t.pool] = t.staging;
+                add_gate(*moe, t.staging, i_layer, part, true);
                 const auto it = prec.find(t.pool);
                 if (it != prec.end()) {
                     prec.emplace(t.staging, it->second);
@@ -1069,7 +1103,15 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
 //
 
 // op_params of our nodes, behind the function, the thread count and the pointer that ggml_custom_4d puts there
-enum { PARAM_LAYER = 12, PARAM_STAGED = 13, PARAM_READ_NEXT = 14 };
+enum { PARAM_LAYER = 12, PARAM_STAGED = 13, PARAM_READ_NEXT = 14, PARAM_LATE = 15 };
+
+// order: empty when there is nothing to wait for
+static void set_order(moe_stream & moe, int32_t i_layer, bool staged, const std::vector<int32_t> & order) {
+    for (part_gate * g : moe.layer_gates[2 * i_layer + staged]) {
+        g->order   = order.empty() ? nullptr : order.data();
+        g->n_order = (int32_t) order.size();
+    }
+}
 
 static moe::chosen_experts chosen_of(const ggml_tensor * ids) {
     return { (const uint8_t *) ids->data, ids->ne[0], ids->ne[1], ids->nb[0], ids->nb[1] };
@@ -1103,21 +1145,28 @@ static void op_begin(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
     if (ith != 0) {
         return;
     }
-    if (((moe_stream *) userdata)->n_dry > 0) {
+    moe_stream & moe = *(moe_stream *) userdata;
+    const int32_t i_layer = dst->op_params[PARAM_LAYER];
+    const bool    staged  = dst->op_params[PARAM_STAGED] != 0;
+    const bool    late    = dst->op_params[PARAM_LATE] != 0;
+    if (moe.n_dry > 0) {
         write_dry_ids(dst->src[0], (int32_t *) dst->data);
+        set_order(moe, i_layer, staged, {});
         return;
     }
-    moe::stream & s = *((moe_stream *) userdata)->stream;
-    const int32_t i_layer = dst->op_params[PARAM_LAYER];
-    if (dst->op_params[PARAM_STAGED]) {
-        s.begin_staging(i_layer, chosen_of(dst->src[0]), (int32_t *) dst->data, dst->op_params[PARAM_READ_NEXT] != 0);
+    moe::stream & s = *moe.stream;
+    if (staged) {
+        s.begin_staging(i_layer, chosen_of(dst->src[0]), (int32_t *) dst->data, dst->op_params[PARAM_READ_NEXT] != 0, late);
     } else {
-        s.begin_slots(i_layer, chosen_of(dst->src[0]), (int32_t *) dst->data);
+        s.begin_slots(i_layer, chosen_of(dst->src[0]), (int32_t *) dst->data, late);
+    }
+    if (late) {
+        set_order(moe, i_layer, staged, s.order());
     }
 }
 
 static void op_join(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
-    if (((moe_stream *) userdata)->n_dry > 0) {
+    if (((moe_stream *) userdata)->n_dry > 0 || dst->op_params[PARAM_LATE]) {
         if (ith == 0) {
             memcpy(dst->data, dst->src[0]->data, ggml_nbytes(dst));
         }
@@ -1224,12 +1273,45 @@ static void move_shared_ffn(ggml_tensor ** nodes, int i_join, int n_nodes) {
     std::stable_partition(nodes + i_join, nodes + i_end, [&](const ggml_tensor * t) { return independent.count(t) > 0; });
 }
 
+// Where every expert matmul of a layer can wait for its own bytes, nobody waits for all of them in the join.
+static void let_matmuls_wait(moe_stream & moe, ggml_tensor ** nodes, int n_nodes) {
+    std::unordered_map<const ggml_tensor *, std::vector<ggml_tensor *>> matmuls; // by join
+    for (int i = 0; i < n_nodes; ++i) {
+        ggml_tensor * t = nodes[i];
+        const auto it = t->op == GGML_OP_MUL_MAT_ID ? moe.gates.find(t->src[0]) : moe.gates.end();
+        if (it != moe.gates.end() && is_node(t->src[2], op_join) && t->src[2]->op_params[PARAM_LAYER] == it->second.i_layer) {
+            matmuls[t->src[2]].push_back(t);
+        }
+    }
+    for (const auto & [join, users] : matmuls) {
+        const int32_t i_layer = join->op_params[PARAM_LAYER];
+        const auto & gates = moe.layer_gates[2 * i_layer + (join->op_params[PARAM_STAGED] != 0)];
+        std::unordered_set<const moe_gate *> used;
+        for (const ggml_tensor * t : users) {
+            used.insert(&moe.gates.at(t->src[0]));
+        }
+        // each part once, and the one last that ends the layer
+        if (users.size() != gates.size() || used.size() != gates.size() || &moe.gates.at(users.back()->src[0]) != gates.back()) {
+            continue;
+        }
+        for (ggml_tensor * t : users) {
+            moe_gate_set(t, &moe.gates.at(t->src[0]));
+        }
+        for (ggml_tensor * t : { join->src[0], (ggml_tensor *) join }) {
+            t->op_params[PARAM_LATE] = 1;
+        }
+    }
+}
+
 void moe_graph_finish(moe_stream * moe, ggml_cgraph * gf) {
     if (!moe) {
         return;
     }
     ggml_tensor ** nodes = ggml_graph_nodes(gf);
     const int n_nodes = ggml_graph_n_nodes(gf);
+    if (moe->overlap) {
+        let_matmuls_wait(*moe, nodes, n_nodes);
+    }
 
     ggml_tensor * last_begin = nullptr;
     for (int i = 0; i < n_nodes; ++i) {

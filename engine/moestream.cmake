@@ -18,6 +18,14 @@ target_sources            (llama PRIVATE ${MOESTREAM_SOURCES})
 target_include_directories(llama PUBLIC  $<BUILD_INTERFACE:${MOESTREAM_ENGINE_DIR}>)
 target_link_libraries     (llama PRIVATE Threads::Threads)
 
+# the CPU kernels, in however many variants, ask moe-gate.h
+get_property(MOESTREAM_GGML_TARGETS DIRECTORY "${PROJECT_SOURCE_DIR}/ggml/src" PROPERTY BUILDSYSTEM_TARGETS)
+foreach (target IN LISTS MOESTREAM_GGML_TARGETS)
+    if (target MATCHES "^ggml-cpu")
+        target_include_directories(${target} PRIVATE "${MOESTREAM_ENGINE_DIR}")
+    endif()
+endforeach()
+
 # upstream builds its sources as large units; ours keep their own static names
 set_source_files_properties(${MOESTREAM_SOURCES} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 # the only file that sees upstream's internals

@@ -147,6 +147,11 @@ bool transfer_group::wait() {
     return ok();
 }
 
+void transfer_group::wait(const landing & bytes) {
+    std::unique_lock<std::mutex> lock(mutex);
+    done.wait(lock, [&] { return bytes.is_here(); });
+}
+
 bool transfer_group::has_failed(int32_t tag) const {
     return all_failed || std::find(failed.begin(), failed.end(), tag) != failed.end();
 }
@@ -255,13 +260,18 @@ void reader::submit(transfer_group & group, const std::vector<transfer> & transf
                 for (uint64_t pos = 0; pos < t.size; ) {
                     const uint64_t to_boundary = t.convert ? chunk_size / t.convert->unit() * t.convert->unit() : chunk_size - (t.offset + pos) % chunk_size;
                     const uint64_t size        = std::min(t.size - pos, to_boundary);
-                    queue.push_back({ &group, { t.tag, t.file, t.offset + pos, size, (uint8_t *) t.dst + pos, nullptr, t.convert } });
+                    queue.push_back({ &group, { t.tag, t.file, t.offset + pos, size, (uint8_t *) t.dst + pos, nullptr, t.convert, t.lands } });
                     pos += size;
                 }
             }
             n_jobs = queue.size() - n_before;
             // before a worker can take one: all of them wait for the lock
             group.n_pending.fetch_add((int64_t) n_jobs, std::memory_order_relaxed);
+            for (size_t i = n_before; i < queue.size(); ++i) {
+                if (landing * l = queue[i].part.lands) {
+                    l->n_left.fetch_add(1, std::memory_order_relaxed);
+                }
+            }
         } catch (const std::bad_alloc &) {
             queue.resize(n_before); // all or nothing, so that the group says what is true
             std::lock_guard<std::mutex> lock_group(group.mutex);
@@ -316,6 +326,9 @@ void reader::work(uint8_t * bounce) {
             } catch (const std::bad_alloc &) { // for the message
                 error = no_memory;
             }
+        }
+        if (!error.empty() && j.part.lands) {
+            memset(j.part.dst, 0, j.part.size); // what computes on goes through defined values
         }
         finish(j, std::move(error));
     }
@@ -386,7 +399,9 @@ void reader::finish(const job & j, std::string error) noexcept {
             group.first_error = std::move(error);
         }
     }
-    if (group.n_pending.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    const bool landed = j.part.lands && j.part.lands->n_left.fetch_sub(1, std::memory_order_acq_rel) == 1;
+    const bool idle   = group.n_pending.fetch_sub(1, std::memory_order_acq_rel) == 1;
+    if (landed || idle) {
         group.done.notify_all();
     }
 }

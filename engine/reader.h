@@ -68,6 +68,21 @@ public:
     virtual void convert(void * dst, const void * src, uint64_t size) const = 0;
 };
 
+// Some of a group's bytes that one can wait for alone. Not movable; lives as long as its group.
+class landing {
+public:
+    landing() = default;
+    landing(const landing &) = delete;
+    landing & operator=(const landing &) = delete;
+
+    bool is_here() const { return n_left.load(std::memory_order_acquire) == 0; }
+
+private:
+    friend class reader;
+
+    std::atomic<int32_t> n_left { 0 }; // pieces on their way
+};
+
 struct transfer {
     int32_t      tag;    // the caller's, reported when the transfer fails
     int32_t      file;   // ignored when src is set
@@ -76,6 +91,7 @@ struct transfer {
     void       * dst;
     const void * src;    // copy from memory instead of reading; null: read
     const conversion * convert = nullptr; // of what is read; null: dst gets the bytes of the file
+    landing * lands = nullptr; // told when the transfer is done; a failed one is, too, and leaves zeros
 };
 
 // The transfers that one waits for together. May be submitted to again once it is idle. Not movable.
@@ -90,6 +106,9 @@ public:
 
     // sleep until every transfer submitted so far is done; true when all of them succeeded
     bool wait();
+
+    // sleep until these bytes of the group are there, or have failed
+    void wait(const landing & bytes);
 
     // valid while idle, until clear(); a tag is listed once, however many parts of it failed
     bool ok() const { return failed.empty() && !all_failed; }

@@ -39,7 +39,9 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
     scratch_transfers.reserve(n_expert_max * n_part_max);
     for (half & h : halves) {
         h.filled.reserve(n_expert_max);
+        h.landings = std::vector<landing>(n_part_max * n_expert_max);
     }
+    late.order.reserve(n_expert_max);
 }
 
 stream::~stream() {
@@ -52,6 +54,10 @@ void stream::compute_begin() {
 }
 
 std::string stream::compute_end(bool complete) {
+    if (complete) {
+        settle_late();
+    }
+    late.i_layer = -1;
     if (!complete || !error.empty()) {
         // an aborted graph leaves layers between begin and join
         for (auto & l : layers) {
@@ -226,7 +232,23 @@ void stream::settle_half(half & h, layer_stats & waiting) {
     h.fill.clear();
 }
 
-void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out) {
+// Called by whoever waited for the last bytes, else by the next begin or the end: a layer may also be left out of a computation.
+void stream::settle_late() {
+    if (late.i_layer >= 0) {
+        const int32_t i_layer = late.i_layer;
+        late.i_layer = -1;
+        settle(i_layer, late.staged);
+    }
+}
+
+void stream::begin_late(int32_t i_layer, bool staged) {
+    late.i_layer = i_layer;
+    late.staged  = staged;
+}
+
+void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool is_late) {
+    settle_late();
+    late.order.clear();
     layer_state & l = *layers[i_layer];
     settle_slots(l, *l.stats);
 
@@ -253,16 +275,30 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
         ++n_miss;
         n_evicted += p.evicted;
         l.pending.push_back(p);
-        for (const expert_part & part : l.desc.parts) {
+    }
+    for (size_t i = 0; i < l.desc.parts.size(); ++i) {
+        const expert_part & part = l.desc.parts[i];
+        for (const placement & p : l.pending) {
             uint8_t * dst = part.slots + p.slot * part.expert_bytes;
             if (opt.poison) {
                 memset(dst, 0xff, part.expert_bytes);
             }
-            scratch_transfers.push_back({ p.slot, part.file, part.offset + p.expert * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert });
+            scratch_transfers.push_back({ p.slot, part.file, part.offset + p.expert * part.expert_bytes, part.expert_bytes, dst, nullptr,
+                part.convert, &l.landings[i * l.desc.n_slot + p.slot] });
         }
     }
     if (n_miss > 0) {
         io->submit(l.group, scratch_transfers, urgency::demand);
+    }
+    if (n_miss > 0 && is_late) {
+        for (const bool miss : { false, true }) {
+            for (const placement & p : scratch_placed) {
+                if (p.miss == miss) {
+                    late.order.push_back(p.slot);
+                }
+            }
+        }
+        begin_late(i_layer, false);
     }
 
     for (int64_t t = 0; t < chosen.n_tokens; ++t) {
@@ -305,27 +341,36 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
     uint64_t n_copied = 0;
     scratch_transfers.clear();
     for (const int32_t e : experts) {
-        if (h.filled[e]) {
-            continue;
+        if (!h.filled[e]) {
+            if (opt.check) {
+                check_slot(l, e);
+            }
+            (l.pool.peek(e) < 0 ? n_read : n_copied) += 1;
         }
-        h.filled[e] = 1;
-        if (opt.check) {
-            check_slot(l, e);
-        }
-        const int32_t slot = l.pool.peek(e);
-        (slot < 0 ? n_read : n_copied) += 1;
-        for (const expert_part & part : l.desc.parts) {
-            uint8_t * dst = in_half(h, part, e);
+    }
+    for (size_t i = 0; i < l.desc.parts.size(); ++i) {
+        const expert_part & part = l.desc.parts[i];
+        for (const int32_t e : experts) {
+            if (h.filled[e]) {
+                continue;
+            }
+            const int32_t slot = l.pool.peek(e);
             const uint8_t * src = slot < 0 ? nullptr : part.slots + slot * part.expert_bytes;
-            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, dst, src, part.convert });
+            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, in_half(h, part, e), src,
+                part.convert, &landing_of(h, i, e) });
         }
+    }
+    for (const int32_t e : experts) {
+        h.filled[e] = std::max<uint8_t>(h.filled[e], 1);
     }
     io->submit(h.fill, scratch_transfers, how);
     l.stats->bytes_read   += n_read * expert_bytes;
     l.stats->bytes_copied += n_copied * expert_bytes;
 }
 
-void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool read_next) {
+void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool read_next, bool is_late) {
+    settle_late();
+    late.order.clear();
     layer_state & l = *layers[i_layer];
     half & h = half_of(i_layer);
     settle_slots(l, *l.stats);
@@ -352,6 +397,15 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
         n_hit += l.pool.peek(e) >= 0;
         h.filled[e] = 2;
     }
+    if (is_late) {
+        // in the order in which they come: what is there, then what was read ahead by number, or what is read now as it was chosen
+        late.order = scratch_experts;
+        if (was_read_ahead) {
+            std::sort(late.order.begin(), late.order.end());
+        }
+        const auto is_here = [&](int32_t e) { return landing_of(h, l.desc.parts.size() - 1, e).is_here(); };
+        std::stable_partition(late.order.begin(), late.order.end(), is_here);
+    }
 
     const uint64_t n = scratch_experts.size();
     l.stats->hits         += n_hit;
@@ -376,9 +430,33 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
         io->promote(h.fill); // not before the copies that claim_half() waits for
     }
 
+    if (is_late) {
+        begin_late(i_layer, true);
+    }
+
     for (int64_t t = 0; t < chosen.n_tokens; ++t) {
         for (int64_t k = 0; k < chosen.n_used; ++k) {
             *ids_out++ = chosen.at(t, k);
+        }
+    }
+}
+
+void stream::wait_part(int32_t i_layer, bool staged, int32_t part, int32_t id, bool is_first_thread) {
+    layer_state & l = *layers[i_layer];
+    half & h = half_of(i_layer);
+    transfer_group & group = staged ? h.fill : l.group;
+    const landing & bytes  = staged ? landing_of(h, part, id) : l.landings[part * l.desc.n_slot + id];
+    if (!bytes.is_here()) {
+        const uint64_t t_start = now_us();
+        group.wait(bytes);
+        if (is_first_thread) {
+            l.stats->stall_us += now_us() - t_start;
+        }
+    }
+    if (staged && is_first_thread && part + 1 == (int32_t) l.desc.parts.size() && id == late.order.back()) {
+        wait_for(h.fill, *l.stats);
+        if (h.fill.ok()) { // else zeros have to wait until nobody computes with what is here
+            settle_late(); // the slots are filled while the rest of the layer, and what follows, computes
         }
     }
 }

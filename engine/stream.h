@@ -14,8 +14,12 @@
 //            When a batch is wide enough to touch nearly all experts, begin() of one layer also starts reading the whole next
 //            layer into the other half.
 //
+// A layer can also be begun `late`: then nobody joins, and whoever computes with a part of an expert (gate, say) waits for just these
+// bytes by wait_part(), experts that are there first (order()). The parts are read in the order in which they are computed with.
+//
 // Ownership of bytes (what makes it safe without copies):
-//   - slots of a layer change only between its begin() and join(), or by the copies that its last join() started;
+//   - slots of a layer change only between its begin() and join() (the last wait_part(), when late), or by the copies that either
+//     started;
 //   - begin() of a layer first waits for those copies, and so does whoever refills the half they come from;
 //   - a graph is computed by one thread team at a time (compute_begin() locks), so a slot is never evicted under a reader.
 //
@@ -40,7 +44,7 @@
 
 namespace moe {
 
-// one expert tensor (gate, up, down or gate_up) of a layer
+// one expert tensor (gate, up, down or gate_up) of a layer; a layer lists them in the order in which they are computed with
 struct expert_part {
     int32_t   file;           // index into the reader's files
     uint64_t  offset;         // bytes, of expert 0 in the file
@@ -108,12 +112,19 @@ public:
     std::string compute_end(bool complete);
 
     // ids_out: n_used * n_tokens ids for the expert matmuls, packed. read_next: also read all of the next layer (staging).
-    void begin_slots  (int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out);
-    void begin_staging(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool read_next);
+    void begin_slots  (int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool late = false);
+    void begin_staging(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool read_next, bool late = false);
 
     // every compute thread calls wait(); the first of them then calls settle(), once, before the next begin
     void wait  (int32_t i_layer, bool staged, bool is_first_thread);
     void settle(int32_t i_layer, bool staged);
+
+    // of the layer begun last, when late: the slots, or the experts in staging, in the order to wait for them; empty when all are there.
+    // Valid until the next begin.
+    const std::vector<int32_t> & order() const { return late.order; }
+
+    // every compute thread, for every part and all of order(): returns when these bytes are there
+    void wait_part(int32_t i_layer, bool staged, int32_t part, int32_t id, bool is_first_thread);
 
     // takes the model's files out of the page cache, whoever read them: dense weights are resident by now, and their cached copy
     // would count against a memory limit beside them
@@ -127,7 +138,15 @@ private:
         int32_t              i_layer = -1;      // whose experts it holds
         std::vector<uint8_t> filled;            // [n_expert] 1: there, or on its way in fill; 2: likewise, and a batch needs it
         transfer_group       fill;
+        std::vector<landing> landings;            // [max n_part][max n_expert]
         bool                 copying_out = false; // the layer's slot group reads from it
+    };
+
+    // what was begun late and is not settled yet
+    struct late_layer {
+        int32_t              i_layer = -1;
+        bool                 staged  = false;
+        std::vector<int32_t> order;
     };
 
     struct layer_state {
@@ -135,17 +154,22 @@ private:
         slot_pool              pool;
         transfer_group         group;     // fills of slots
         std::vector<placement> pending;   // misses whose bytes are on the way in group
+        std::vector<landing>   landings;  // [n_part][n_slot]
         std::vector<int32_t>   last_experts;         // of the last tokens, newest first, at most n_slot
         std::vector<uint64_t>  checksums;            // [n_slot] with options::check, of what a ready slot was filled with
         layer_stats          * stats = nullptr;
 
-        layer_state(const layer_desc & d, policy_kind kind) : desc(d), pool(d.n_slot, d.n_expert, kind) {}
+        layer_state(const layer_desc & d, policy_kind kind)
+            : desc(d), pool(d.n_slot, d.n_expert, kind), landings(d.parts.size() * d.n_slot) {}
     };
 
     bool list_chosen(const layer_desc & d, const chosen_experts & chosen);
     void list_last(layer_state & l, const chosen_experts & chosen);
     void check_slot(layer_state & l, int32_t expert);
     void wait_for(transfer_group & group, layer_stats & waiting);
+    void begin_late(int32_t i_layer, bool staged);
+    void settle_late();
+    landing & landing_of(half & h, size_t part, int32_t expert) { return h.landings[part * seen.size() + expert]; }
     void settle_slots(layer_state & l, layer_stats & waiting);
     void settle_half(half & h, layer_stats & waiting);
     void claim_half(half & h, int32_t i_layer, layer_stats & waiting);
@@ -159,6 +183,7 @@ private:
     const options opt;
     std::vector<std::unique_ptr<layer_state>> layers;
     half          halves[2];
+    late_layer    late;
     stream_stats  stats_;
 
     std::mutex  compute; // held from compute_begin() to compute_end()

@@ -44,7 +44,7 @@ class ServerSettings:
         io_threads: threads that read experts.
         io: ``auto``, ``direct`` or ``buffered`` reads.
         policy: who is evicted: ``lru`` or ``lfu``.
-        overlap: ``on`` or ``off``: whether reads run beside the shared/dense FFN.
+        overlap: ``on`` or ``off``: whether a layer computes with what is there while experts are read.
         extra: further arguments for llama-server, passed on as they are.
     """
 

@@ -9,6 +9,7 @@
 #include "ggml-backend.h"
 #include "ggml.h"
 #include "llama.h"
+#include "moe-gate.h"
 
 #include <cinttypes>
 #include <cstdio>
@@ -68,7 +69,9 @@ bool print_node(ggml_tensor * t, bool ask, void *) {
             separator = ", ";
         }
     }
-    printf("\n");
+    const moe_gate * gate;
+    memcpy(&gate, &t->op_params[MOE_GATE_PARAM], sizeof(gate));
+    printf("%s\n", t->op == GGML_OP_MUL_MAT_ID && gate ? ", gate" : "");
     return false; // its value is not wanted
 }
 

@@ -72,6 +72,7 @@ def test_on_adds_two_nodes_a_layer(model: Callable[[str, str], Path], layout: st
         if joined:
             n_tokens = int(line.split("[")[1].split(",")[2])  # 1 in the last layer, which computes wanted outputs only
             widths.add(n_tokens)
+            assert sources_of(line)[-1] == "gate"  # each waits for its own bytes
             assert sources_of(line)[0].endswith(".staging") == (staged and n_tokens * 2 > int(slots)), line
     assert widths == ({1} if layout.startswith("deepseek2") else {1, 9})  # its only MoE layer is the last one
 
@@ -88,6 +89,8 @@ def test_overlap(model: Callable[[str, str], Path], layout: str, slots: str) -> 
         found: list[list[str]] = []
         inside = False
         for line in nodes(model(layout, "f32"), "--slots", slots, "--overlap", overlap):
+            if line.startswith("MUL_MAT_ID"):
+                assert (sources_of(line)[-1] == "gate") == (overlap == "on")
             name = name_of_or_empty(line)
             if name.startswith("moe_begin"):
                 found.append([])

@@ -188,14 +188,18 @@ struct fake_experts {
 
     bool holds(int32_t i_layer, bool staged, int32_t id, int32_t expert, uint32_t version) const {
         for (const moe::expert_part & p : layers[i_layer].parts) {
-            const uint8_t   diff  = mask(version) ^ mask(versions[i_layer][expert]) ^ (p.convert ? 0xff : 0);
-            const uint8_t * bytes = row(i_layer, p, staged, id);
-            const char *    file  = in_file(p, expert);
-            if (!std::equal(bytes, bytes + p.expert_bytes, file, [diff](uint8_t a, char b) { return a == ((uint8_t) b ^ diff); })) {
+            if (!part_holds(i_layer, p, staged, id, expert, version)) {
                 return false;
             }
         }
         return true;
+    }
+
+    bool part_holds(int32_t i_layer, const moe::expert_part & p, bool staged, int32_t id, int32_t expert, uint32_t version) const {
+        const uint8_t   diff  = mask(version) ^ mask(versions[i_layer][expert]) ^ (p.convert ? 0xff : 0);
+        const uint8_t * bytes = row(i_layer, p, staged, id);
+        const char *    file  = in_file(p, expert);
+        return std::equal(bytes, bytes + p.expert_bytes, file, [diff](uint8_t a, char b) { return a == ((uint8_t) b ^ diff); });
     }
 
     bool is_zero(int32_t i_layer, bool staged, int32_t id) const { return all_parts_are(i_layer, staged, id, 0); }

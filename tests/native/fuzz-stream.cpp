@@ -3,7 +3,7 @@
 //
 // What a round draws: layers of different shapes; batches from one token to wide, the last layer with fewer tokens; ids with
 // strides, and ids that no router gives; reads that come short, late, interrupted or not at all; files that shrink, grow back and
-// change their bytes between two layers; a thread whose reads fail anywhere; slots that change behind the engine's back; graphs that
+// change their bytes between two layers; layers begun late, whose threads wait for each part of each expert and compare it at once; a thread whose reads fail anywhere; slots that change behind the engine's back; graphs that
 // stop after a begin, between wait and settle, or after a join; two contexts in turn.
 //
 // The seed fixes the calls of each context and the places that fail, not how threads and contexts interleave.
@@ -25,6 +25,7 @@ static int64_t n_graphs_total = 0;
 static int64_t n_failed_total = 0;
 static int64_t n_ahead_total  = 0;
 static int64_t n_staged_total = 0;
+static int64_t n_late_total   = 0;
 static int64_t n_router_total = 0;
 static int64_t n_slot_total   = 0;
 static int64_t n_lost_total   = 0;
@@ -345,6 +346,7 @@ struct fuzz_round {
     uint32_t router_percent = 0; // of the layers
     uint32_t slot_percent   = 0; // of the layers that went through slots
     uint32_t midway_percent = 0; // of the layers: faults change before it
+    uint32_t late_percent   = 0; // of the layers
     bool     skewed        = false;
 
     // both touched only between compute_begin() and compute_end()
@@ -466,6 +468,7 @@ struct fuzz_round {
             return !fits_slots(experts.layers[i].n_expert, experts.layers[i].n_slot, n_used, tokens_of(i));
         };
 
+        const bool any_may_fail = fault_percent > 0 || source->sick_percent > 0;
         bool complete = true;
         for (int32_t i = 0; i < n_layers && complete; ++i) {
             if (rnd.percent(midway_percent) && model.reads_nothing()) {
@@ -479,6 +482,7 @@ struct fuzz_round {
             }
             const id_layout ids    = id_layout(b, rnd);
             const bool      staged = is_staged(i);
+            const bool      late   = rnd.percent(late_percent);
             std::vector<int32_t> ids_out(b.size() * n_used, -1);
 
             const auto     t_start      = std::chrono::steady_clock::now();
@@ -493,14 +497,14 @@ struct fuzz_round {
                 } else {
                     model.begin_staging(i, b, read_next);
                 }
-                s->begin_staging(i, ids.chosen, ids_out.data(), read_next);
+                s->begin_staging(i, ids.chosen, ids_out.data(), read_next, late);
             } else {
                 if (nonsense) {
                     model.begin_nonsense(i, staged);
                 } else {
                     model.begin_slots(i, b);
                 }
-                s->begin_slots(i, ids.chosen, ids_out.data());
+                s->begin_slots(i, ids.chosen, ids_out.data(), late);
             }
             if (i == i_abort && abort_at == 0) {
                 complete = false;
@@ -508,7 +512,26 @@ struct fuzz_round {
             }
             maybe_sleep(rnd, 20, 100); // a shared FFN
             const bool settles = i != i_abort || abort_at == 2;
+            const std::vector<int32_t> order = s->order();
+            CHECK(late || order.empty());
+            n_late_total += !order.empty();
+            const auto expert_behind = [&](int32_t id) {
+                const size_t k = std::find(ids_out.begin(), ids_out.end(), id) - ids_out.begin();
+                return b.at(k / n_used).at(k % n_used);
+            };
             team.run([&](int32_t ith) {
+                const size_t n_part = experts.layers[i].parts.size();
+                for (size_t p = 0; late && p < (settles ? n_part : n_part - 1); ++p) {
+                    for (const int32_t id : order) {
+                        s->wait_part(i, staged, (int32_t) p, id, ith == 0);
+                        const int32_t  e       = expert_behind(id);
+                        const uint32_t version = staged ? model.half_of(i).there.at(e) : model.layers[i]->version[id];
+                        CHECK(any_may_fail || experts.part_holds(i, experts.layers[i].parts[p], staged, id, e, version));
+                    }
+                }
+                if (late) {
+                    return;
+                }
                 if (settles || ith % 2 == 0) {
                     s->wait(i, staged, ith == 0);
                 }
@@ -543,13 +566,13 @@ struct fuzz_round {
                         CHECK_EQ(id, model.layers[i]->pool.peek(e));
                     }
                     if (failed.count(e)) {
-                        CHECK(experts.is_zero(i, staged, id));
+                        CHECK(late || experts.is_zero(i, staged, id)); // late: only what is missing of it
                     } else {
                         CHECK(experts.holds(i, staged, id, e, staged ? model.half_of(i).there.at(e) : model.layers[i]->version[id]));
                     }
                 }
             });
-            if (!staged && rnd.percent(slot_percent)) {
+            if (!staged && !late && rnd.percent(slot_percent)) {
                 spoil_slot(rnd, i);
             }
             complete = i != i_abort;
@@ -611,6 +634,7 @@ static void run_round(uint64_t seed) {
     round.slot_percent   = check && rnd.percent(50) ? 20 : 0; // unchecked, nobody would know
     round.midway_percent = rnd.percent(50) ? 0 : 20;
     round.skewed        = rnd.percent(60);
+    round.late_percent  = rnd.percent(40) ? 0 : rnd.percent(50) ? 50 : 100;
 
     auto source = std::make_unique<place_source>(round.experts.contents, align, seed);
     round.source          = source.get();
@@ -656,7 +680,7 @@ int main(int argc, char ** argv) {
     return run_fuzzer(argc, argv, run_round, [] {
         std::ostringstream o;
         o << ", " << n_graphs_total << " graphs (" << n_failed_total << " with errors), " << n_staged_total << " layers staged ("
-          << n_ahead_total << " read ahead), " << n_router_total << " bad routers, " << n_lost_total << " lost reads, " << n_slot_total
+          << n_ahead_total << " read ahead), " << n_late_total << " waited for in parts, " << n_router_total << " bad routers, " << n_lost_total << " lost reads, " << n_slot_total
           << " changed slots";
         return o.str();
     });

@@ -32,13 +32,13 @@ struct streamed {
         s = std::make_unique<stream>(opt, experts.layers, std::make_unique<reader>(std::move(src), n_thread, reader::default_chunk_size, true));
     }
 
-    void begin(int32_t i, bool staged, const std::vector<std::vector<int32_t>> & by_token, bool read_next = false) {
+    void begin(int32_t i, bool staged, const std::vector<std::vector<int32_t>> & by_token, bool read_next = false, bool late = false) {
         const id_layout ids(by_token, rnd);
         out.assign(by_token.size() * by_token[0].size(), -1);
         if (staged) {
-            s->begin_staging(i, ids.chosen, out.data(), read_next);
+            s->begin_staging(i, ids.chosen, out.data(), read_next, late);
         } else {
-            s->begin_slots(i, ids.chosen, out.data());
+            s->begin_slots(i, ids.chosen, out.data(), late);
         }
     }
 
@@ -104,6 +104,47 @@ TEST(a_join_that_waits_counts_as_stall) {
         m.join(0, staged);
         CHECK_EQ(m.s->compute_end(true), "");
         CHECK(m.stall_us(0) >= 5000);
+    }
+}
+
+// Gate is there, down is not: who needs gate goes on. Hits come before misses.
+TEST(a_part_that_is_there_waits_for_no_other) {
+    for (const bool staged : { false, true }) {
+        door     d(30);
+        bool     has_door = false;
+        moe::expert_part down;
+        streamed m({ { 4, 2, { 100, 100 } } }, [&](int32_t file, uint64_t, uint64_t offset) {
+            if (has_door && file == down.file && offset >= down.offset && offset < down.offset + 4 * down.expert_bytes) {
+                d.pass();
+            }
+        });
+        down = m.experts.layers[0].parts[1];
+        m.s->compute_begin();
+        m.begin(0, false, { { 2 } });
+        m.join(0, false);
+        has_door = true;
+        m.begin(0, staged, staged ? all_of_four : std::vector<std::vector<int32_t>> { { 1, 2 } }, false, true);
+        const std::vector<int32_t> order = m.s->order();
+        CHECK_EQ(order.size(), staged ? 4u : 2u);
+        if (!staged) {
+            CHECK_EQ(order[0], m.out[1]);
+            CHECK_EQ(order[1], m.out[0]);
+        }
+        for (const int32_t id : order) {
+            m.s->wait_part(0, staged, 0, id, true);
+        }
+        const uint64_t stall_us = m.stall_us(0);
+        d.ring();
+        for (const int32_t id : order) {
+            m.s->wait_part(0, staged, 1, id, true);
+            CHECK(m.experts.holds(0, staged, id, staged ? id : id == m.out[0] ? 1 : 2));
+        }
+        CHECK(m.stall_us(0) - stall_us >= 5000);
+        CHECK_EQ(m.s->compute_end(true), "");
+        m.s->compute_begin(); // what came late counts as there
+        m.begin(0, false, { { 2 } }, false, true);
+        CHECK(m.s->order().empty());
+        CHECK_EQ(m.s->compute_end(true), "");
     }
 }
 
