@@ -7,6 +7,7 @@
 //   moestream.io_threads  int   workers that read, 1..256 (default 4)
 //   moestream.io          str   "auto", "direct" or "buffered" (default auto)
 //   moestream.policy      str   "lru" or "lfu" (default lru)
+//   moestream.staging     str   "auto", "full" or "ring" (default auto)
 //   moestream.overlap     bool  compute the shared FFN and with experts that are there while others are read (default true)
 // What slots "auto" leaves room for:
 //   moestream.n_ctx       int   the context; 0: the model's own

@@ -125,6 +125,18 @@ const std::vector<moe_flag> & moe_flags() {
             },
         },
         {
+            "--moe-staging", "auto|full|ring",
+            "how batches are computed that the slots cannot hold: through a buffer as wide as two layers, or, with less memory,\n"
+            "through a small one that each expert passes through (default: auto, the latter when memory is short)",
+            "LLAMA_ARG_MOE_STAGING",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                if (value != "auto" && value != "full" && value != "ring") {
+                    refuse("--moe-staging", value, "'auto', 'full' or 'ring'");
+                }
+                set_str(overrides, "moestream.staging", value);
+            },
+        },
+        {
             "--moe-overlap", "on|off",
             "compute the shared or dense FFN of a layer, and with the experts that are there, while others are read (default: on)",
             "LLAMA_ARG_MOE_OVERLAP",

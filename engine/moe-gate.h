@@ -3,8 +3,8 @@
 // What the CPU kernels of ggml_mul_mat_id ask before they compute with an expert, so that they begin with experts that are in memory while
 // others are still being read. Plain C, and nothing of llama.cpp but ggml.h: both sides of ggml's C interface include it.
 //
-// A node without a gate, or whose gate has no order, is computed as upstream does it. Which expert is computed first cannot change bits:
-// every row of the result comes from one expert.
+// A node without a gate, or whose gate has no order, is computed as upstream does it. Which expert is computed first, and where it lies,
+// cannot change bits: every row of the result comes from one expert.
 
 #include "ggml.h"
 
@@ -21,8 +21,9 @@ struct moe_gate {
     const int32_t * order;
     int32_t         n_order;
 
-    // returns when the bytes of this matrix are there; every thread calls it for every matrix in order
-    void (*wait)(const struct moe_gate * gate, int32_t matrix, int ith);
+    // The matrix of a step in order, when its bytes are there; valid until the thread takes the next. All n_thread threads of the
+    // node call it for every step, one after the other.
+    const void * (*take)(const struct moe_gate * gate, int32_t step, int ith, int n_thread);
 };
 
 enum { MOE_GATE_PARAM = 12 }; // of a node's op_params, of which ggml_mul_mat_id uses the first
@@ -47,10 +48,22 @@ static inline int moe_gate_next(const struct moe_gate * gate, int i) {
     return gate ? gate->order[i] : i;
 }
 
-static inline void moe_gate_wait(const struct moe_gate * gate, int matrix, int ith) {
-    if (gate) {
-        gate->wait(gate, matrix, ith);
+// usual: where the matrix lies in src0
+static inline const char * moe_gate_take(const struct moe_gate * gate, int i, int ith, int n_thread, const void * usual) {
+    return (const char *) (gate ? gate->take(gate, i, ith, n_thread) : usual);
+}
+
+// the node as a kernel has to see it that finds the matrix by itself; copy: room for the node and its src0
+static inline struct ggml_tensor * moe_gate_point(const struct moe_gate * gate, struct ggml_tensor * node, int matrix, const char * bytes,
+        struct ggml_tensor copy[2]) {
+    if (!gate) {
+        return node;
     }
+    copy[0] = *node;
+    copy[1] = *node->src[0];
+    copy[0].src[0] = &copy[1];
+    copy[1].data   = (void *) ((uintptr_t) bytes - matrix * copy[1].nb[2]);
+    return &copy[0];
 }
 
 #ifdef __cplusplus

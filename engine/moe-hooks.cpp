@@ -199,6 +199,9 @@ struct part_gate : moe_gate {
     bool         staged;
 };
 
+// how batches are served that the slots cannot hold: through halves as wide as a layer, or through a ring
+enum class staging_kind { automatic, full, ring };
+
 // what decides how a batch is served, known before there is a stream
 struct layer_shape {
     int32_t n_expert;
@@ -214,6 +217,7 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     moe::io_mode     io           = moe::io_mode::automatic;
     moe::policy_kind policy       = moe::policy_kind::lru;
     bool             overlap      = true;
+    staging_kind     staging_wanted = staging_kind::automatic;
     bool             extra_bufts  = true; // upstream's --repack
 
     // layout
@@ -222,6 +226,8 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     uint64_t     expert_bytes = 0; // of all experts in the files
     uint64_t     dense_bytes  = 0; // of everything else
     uint64_t     half_bytes   = 0; // of one half of the staging buffer
+    uint64_t     ring_bytes   = 0; // of an entry of the ring
+    int32_t      n_ring       = 0; // entries of the ring, in place of halves; 0: halves
     moe::memory_now memory;
     bool         maps_dense = false;
     bool         unlike_stock = false; // stock would take kernels that streamed experts cannot
@@ -242,6 +248,10 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     std::mutex                   report_mutex; // guards the following
     moe::stream_report           report;
     std::string                  error; // of the last graph
+
+    uint64_t staging_bytes() const {
+        return n_ring > 0 ? n_ring * ring_bytes + tensor_pad : 2 * half_bytes;
+    }
 
     std::string stats_json() {
         std::lock_guard<std::mutex> lock(report_mutex);
@@ -517,6 +527,16 @@ static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
     if (const auto * o = setting(ml, "moestream.overlap", LLAMA_KV_OVERRIDE_TYPE_BOOL)) {
         moe.overlap = o->val_bool;
     }
+    if (const auto * o = setting(ml, "moestream.staging", LLAMA_KV_OVERRIDE_TYPE_STR)) {
+        const std::string value = o->val_str;
+        if (value != "auto" && value != "full" && value != "ring") {
+            throw std::runtime_error(format("--moe-staging '%s': expected auto, full or ring", o->val_str));
+        }
+        moe.staging_wanted = value == "full" ? staging_kind::full : value == "ring" ? staging_kind::ring : staging_kind::automatic;
+    }
+    if (moe.staging_wanted == staging_kind::ring && !moe.overlap) {
+        throw std::runtime_error("--moe-staging ring cannot be combined with --moe-overlap off: matmuls wait for what passes through the ring; hint: leave out one of them");
+    }
 }
 
 static void refuse_combinations(const moe_stream & moe, const llama_model_loader & ml, const llama_model_params & params,
@@ -596,6 +616,16 @@ static void lay_out_staging(moe_stream & moe) {
     }
 }
 
+// enough that several reads are in flight while a matrix is computed with
+static void lay_out_ring(moe_stream & moe) {
+    for (const auto & [il, tensors] : moe.layers) {
+        for (const file_tensor & t : tensors) {
+            moe.ring_bytes = std::max(moe.ring_bytes, align_up(t.expert_bytes, 64));
+        }
+    }
+    moe.n_ring = (int32_t) std::clamp<uint64_t>((64ull << 20) / moe.ring_bytes, 8, 64);
+}
+
 // what slots "auto" is told of the context to come
 struct context_plan {
     int64_t   n_ctx;
@@ -654,19 +684,14 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         moe.n_slot = (int32_t) n_expert_max;
         return;
     }
-    if (moe.slots_wanted > 0) {
-        if (moe.slots_wanted < n_used_max) {
-            throw std::runtime_error(format("--moe-slots %lld is too few: a token of this model uses %lld experts a layer; hint: --moe-slots %lld or more",
-                    (long long) moe.slots_wanted, (long long) n_used_max, (long long) n_used_max));
-        }
-        // upstream's repacked kernels take no tensor of one expert
-        moe.n_slot = (int32_t) std::min(std::max<int64_t>(moe.slots_wanted, is_repacked ? 2 : 1), n_expert_max);
-        return;
+    if (moe.slots_wanted > 0 && moe.slots_wanted < n_used_max) {
+        throw std::runtime_error(format("--moe-slots %lld is too few: a token of this model uses %lld experts a layer; hint: --moe-slots %lld or more",
+                (long long) moe.slots_wanted, (long long) n_used_max, (long long) n_used_max));
     }
     if (moe.slots_wanted == MOE_SLOTS_AUTO && moe.memory.available_bytes == 0) {
         throw std::runtime_error("--moe-slots auto: this system does not say how much memory is available; hint: --moe-slots N");
     }
-    if (moe.slots_wanted != MOE_SLOTS_AUTO) {
+    if (moe.slots_wanted <= 0 && moe.slots_wanted != MOE_SLOTS_AUTO) {
         throw std::runtime_error(format("setting 'moestream.slots' is %lld: expected a number of slots, %d (auto) or %d (all)",
                 (long long) moe.slots_wanted, MOE_SLOTS_AUTO, MOE_SLOTS_ALL));
     }
@@ -675,33 +700,53 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
     const uint64_t kv_bytes = kv_bytes_estimate(hparams, plan);
 
     // The memory-fit pass and the real load must decide alike, whatever became of free memory in between.
-    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t>;
+    struct decision {
+        int32_t n_slot;
+        bool    ring;
+    };
+    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, staging_kind>;
     static std::mutex mutex;
-    static std::map<key, int32_t> decided;
+    static std::map<key, decision> decided;
     std::lock_guard<std::mutex> lock(mutex);
-    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch };
-    int32_t & n_slot = decided[this_one];
-    if (n_slot == 0) {
+    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch, moe.slots_wanted, moe.staging_wanted };
+    auto it = decided.find(this_one);
+    if (it == decided.end()) {
         moe::slot_budget b;
         // for the program itself, and whatever else runs
         const uint64_t reserve = moe.memory.available_bytes / 20 + std::min<uint64_t>(512ull << 20, moe.memory.available_bytes / 10);
         b.available_bytes = moe.memory.available_bytes - reserve;
         b.resident_bytes  = moe.dense_bytes + kv_bytes + compute_bytes_estimate(hparams, plan, n_used_max)
             + moe.io_threads * moe::reader::default_chunk_size;
-        b.staging_bytes   = 2 * moe.half_bytes;
         b.slot_bytes      = slot_bytes;
         b.n_expert        = (int32_t) n_expert_max;
-        n_slot = moe::slots_that_fit(b);
-        if (n_slot < n_used_max) {
-            decided.erase(this_one);
+
+        decision d;
+        // upstream's repacked kernels take no tensor of one expert
+        d.n_slot = (int32_t) std::min(std::max<int64_t>(moe.slots_wanted, is_repacked ? 2 : 1), n_expert_max);
+        d.ring   = moe.staging_wanted == staging_kind::ring;
+        b.staging_bytes = 2 * moe.half_bytes;
+        if (moe.staging_wanted == staging_kind::automatic && moe.overlap && moe.memory.available_bytes > 0) {
+            d.ring = moe::staging_is_too_large(b, moe.slots_wanted > 0 ? d.n_slot : 0);
+        }
+        if (d.ring) {
+            b.staging_bytes = moe.staging_bytes();
+        }
+        if (moe.slots_wanted == MOE_SLOTS_AUTO) {
+            d.n_slot = moe::slots_that_fit(b);
+        }
+        if (d.n_slot < n_used_max) {
             const auto mib = [](uint64_t n) { return n / 1048576.0; };
             throw std::runtime_error(format("--moe-slots auto: %lld slots a layer, the fewest there can be, take %.1f MiB (%.1f of them KV cache for a context of %lld), "
                     "and with a margin %.1f of the %.1f MiB available (%s) may be used; hint: a smaller context (-c), free memory, or --moe-slots %lld to try all the same",
                     (long long) n_used_max, mib(b.resident_bytes + b.staging_bytes + n_used_max * slot_bytes), mib(kv_bytes),
                     (long long) plan.n_ctx, mib(b.available_bytes), mib(moe.memory.available_bytes), moe.memory.limited_by.c_str(), (long long) n_used_max));
         }
+        it = decided.emplace(this_one, d).first;
     }
-    moe.n_slot = n_slot;
+    moe.n_slot = it->second.n_slot;
+    if (!it->second.ring) {
+        moe.n_ring = 0;
+    }
 }
 
 std::shared_ptr<moe_stream> moe_load_begin(
@@ -711,7 +756,7 @@ std::shared_ptr<moe_stream> moe_load_begin(
     if (!slots || slots->val_i64 == 0) {
         static const std::pair<const char *, const char *> needs_slots[] = {
             { "moestream.io_threads", "--moe-io-threads" }, { "moestream.io", "--moe-io" },
-            { "moestream.policy", "--moe-policy" }, { "moestream.overlap", "--moe-overlap" },
+            { "moestream.policy", "--moe-policy" }, { "moestream.overlap", "--moe-overlap" }, { "moestream.staging", "--moe-staging" },
         };
         for (const auto & [key, flag] : needs_slots) {
             if (ml.kv_overrides.count(key)) {
@@ -737,6 +782,7 @@ std::shared_ptr<moe_stream> moe_load_begin(
     check_model(*moe, hparams);
     refuse_combinations(*moe, ml, params, devices);
     lay_out_staging(*moe);
+    lay_out_ring(*moe);
     moe->memory = moe::available_memory();
     decide_slots(*moe, ml, hparams);
 
@@ -795,13 +841,13 @@ void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
         const bool used = it->second[0].pool != nullptr;
         it = used ? std::next(it) : moe->layers.erase(it);
     }
+    moe->half_bytes = 0;
     if (needs_staging) {
-        moe->half_bytes = 0;
         lay_out_staging(*moe);
-        moe->staging = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, 2 * moe->half_bytes);
+        moe->staging = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, moe->staging_bytes());
         ggml_set_name(moe->staging, "moe_staging");
     } else {
-        moe->half_bytes = 0;
+        moe->n_ring = 0;
     }
 }
 
@@ -835,12 +881,19 @@ void moe_load_mapped(moe_stream * moe, llama_model_loader & ml) {
 #endif
 }
 
-// a tensor struct like the pool's, but full width, inside staging; parity picks the half
+// A tensor struct like the pool's, but full width, inside staging; parity picks the half. With a ring its rows are nowhere: kernels get
+// each matrix from the gate, and the first n_slot rows are the pool's, for ids of rows with any bytes.
 static ggml_tensor * make_twin(moe_stream & moe, const file_tensor & t, int32_t parity) {
     ggml_tensor * twin = ggml_new_tensor_3d(moe.ctx_staging.get(), t.pool->type, t.pool->ne[0], t.pool->ne[1], t.n_expert);
     ggml_format_name(twin, "%s.staging", t.name.c_str());
     const uint64_t offset = parity * moe.half_bytes + t.staging_offset;
-    if (moe.staging->data) {
+    if (moe.n_ring > 0) {
+        twin->buffer = t.pool->buffer;
+        twin->data   = t.pool->data;
+        if (t.repack && twin->data) {
+            ggml_backend_buffer_init_tensor(twin->buffer, twin);
+        }
+    } else if (moe.staging->data) {
         ggml_backend_tensor_alloc(t.repack ? moe.repack_view.get() : moe.staging->buffer, twin, (char *) moe.staging->data + offset);
     } else {
         twin->buffer = moe.staging->buffer; // the memory-fit pass
@@ -848,9 +901,9 @@ static ggml_tensor * make_twin(moe_stream & moe, const file_tensor & t, int32_t 
     return twin;
 }
 
-static void gate_wait(const moe_gate * gate, int32_t matrix, int ith) {
+static const void * gate_take(const moe_gate * gate, int32_t step, int ith, int n_thread) {
     const part_gate * g = (const part_gate *) gate;
-    g->moe->stream->wait_part(g->i_layer, g->staged, g->part, matrix, ith == 0);
+    return g->moe->stream->take(g->i_layer, g->staged, g->part, step, ith, n_thread);
 }
 
 // layers and their parts in order
@@ -858,7 +911,7 @@ static void add_gate(moe_stream & moe, const ggml_tensor * w, int32_t i_layer, i
     part_gate & g = moe.gates[w];
     g.order   = nullptr;
     g.n_order = 0;
-    g.wait    = gate_wait;
+    g.take    = gate_take;
     g.moe     = &moe;
     g.i_layer = i_layer;
     g.part    = part;
@@ -1010,6 +1063,7 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     opt.check      = is_set("MOESTREAM_CHECK");
     opt.staging    = moe->staging ? (uint8_t *) moe->staging->data : nullptr;
     opt.half_bytes = moe->half_bytes;
+    opt.n_ring     = moe->n_ring;
     auto io = std::make_unique<moe::reader>(std::move(source), moe->io_threads, moe::reader::default_chunk_size, n_repacked > 0);
     moe->stream = std::make_unique<moe::stream>(opt, std::move(descs), std::move(io));
 }
@@ -1063,7 +1117,8 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
                 r.memory.pool_bytes += ggml_nbytes(t.pool);
             }
         }
-        r.memory.staging_bytes = 2 * moe->half_bytes;
+        r.memory.staging_bytes = moe->staging ? moe->staging_bytes() : 0;
+        r.staging = !moe->staging ? "none" : moe->n_ring > 0 ? format("ring of %d", moe->n_ring) : "full width";
         r.memory.bounce_bytes  = moe->stream->bounce_bytes();
         // a mapped range spans the experts between dense weights, which are not mapped any more
         r.memory.dense_bytes   = moe->maps_dense ? moe->dense_bytes : dense;
@@ -1082,8 +1137,8 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
                 r.same_bits_as.c_str());
     }
     const moe::memory_report & m = r.memory;
-    LLAMA_LOG_WARN("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f + read buffers %.1f + KV %.1f + compute %.1f\n",
-            mib(m.total()), mib(m.dense_bytes), mib(m.pool_bytes), mib(m.staging_bytes), mib(m.bounce_bytes), mib(m.kv_bytes), mib(m.compute_bytes));
+    LLAMA_LOG_WARN("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f (%s) + read buffers %.1f + KV %.1f + compute %.1f\n",
+            mib(m.total()), mib(m.dense_bytes), mib(m.pool_bytes), mib(m.staging_bytes), r.staging.c_str(), mib(m.bounce_bytes), mib(m.kv_bytes), mib(m.compute_bytes));
     try {
         check_memory(*moe);
     } catch (const std::exception &) {

@@ -2,6 +2,7 @@
 
 set(MOESTREAM_SOURCES
     budget.cpp
+    expert-ring.cpp
     header-check.cpp
     moe-hooks.cpp
     policy.cpp

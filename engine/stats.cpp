@@ -123,6 +123,7 @@ std::string stats_json(const stream_report & r, const stream_stats & s) {
         .raw("io", json_object().add("mode", r.io_mode).add("requested", r.io_requested).add("reason", r.io_reason)
             .add("threads", r.io_threads).str())
         .add("overlap", r.overlap)
+        .add("staging", r.staging)
         .add("placement", r.placement)
         .raw("kernels", json_object().add("experts", r.kernels_expert).add("dense", r.kernels_dense)
             .add("same_bits_as", r.same_bits_as).str())

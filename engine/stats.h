@@ -50,6 +50,7 @@ struct stream_report {
     std::string io_reason;
     int32_t     io_threads    = 0;
     bool        overlap       = true;
+    std::string staging;        // "full width", "ring of N", "none"
     std::string placement;      // where the expert matmuls run
     std::string kernels_expert; // "plain", "repacked", or "repacked and plain"
     std::string kernels_dense;

@@ -42,6 +42,14 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
         h.landings = std::vector<landing>(n_part_max * n_expert_max);
     }
     late.order.reserve(n_expert_max);
+    late.slots.reserve(n_expert_max);
+    if (opt.n_ring > 0 && opt.staging) {
+        uint64_t entry_bytes = 0;
+        for (const auto & l : layers) {
+            entry_bytes = std::max(entry_bytes, ring_entry_bytes(l->desc));
+        }
+        ring = std::make_unique<expert_ring>(*io, opt.staging, entry_bytes, opt.n_ring, n_expert_max * n_part_max, opt.poison);
+    }
 }
 
 stream::~stream() {
@@ -59,6 +67,10 @@ std::string stream::compute_end(bool complete) {
     }
     late.i_layer = -1;
     if (!complete || !error.empty()) {
+        if (ring) {
+            ring->end();
+            ring->group().clear(); // the graph has failed anyway
+        }
         // an aborted graph leaves layers between begin and join
         for (auto & l : layers) {
             settle_slots(*l, *l->stats);
@@ -237,13 +249,28 @@ void stream::settle_late() {
     if (late.i_layer >= 0) {
         const int32_t i_layer = late.i_layer;
         late.i_layer = -1;
-        settle(i_layer, late.staged);
+        if (late.staged && ring) {
+            settle_ring(*layers[i_layer]);
+        } else {
+            settle(i_layer, late.staged);
+        }
     }
 }
 
 void stream::begin_late(int32_t i_layer, bool staged) {
     late.i_layer = i_layer;
     late.staged  = staged;
+}
+
+// of a part of an expert into its slot, to scratch_transfers
+void stream::add_read(layer_state & l, size_t i_part, const placement & p) {
+    const expert_part & part = l.desc.parts[i_part];
+    uint8_t * dst = part.slots + p.slot * part.expert_bytes;
+    if (opt.poison) {
+        memset(dst, 0xff, part.expert_bytes);
+    }
+    scratch_transfers.push_back({ p.slot, part.file, part.offset + p.expert * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert,
+        &l.landings[i_part * l.desc.n_slot + p.slot] });
 }
 
 void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool is_late) {
@@ -277,14 +304,8 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
         l.pending.push_back(p);
     }
     for (size_t i = 0; i < l.desc.parts.size(); ++i) {
-        const expert_part & part = l.desc.parts[i];
         for (const placement & p : l.pending) {
-            uint8_t * dst = part.slots + p.slot * part.expert_bytes;
-            if (opt.poison) {
-                memset(dst, 0xff, part.expert_bytes);
-            }
-            scratch_transfers.push_back({ p.slot, part.file, part.offset + p.expert * part.expert_bytes, part.expert_bytes, dst, nullptr,
-                part.convert, &l.landings[i * l.desc.n_slot + p.slot] });
+            add_read(l, i, p);
         }
     }
     if (n_miss > 0) {
@@ -368,9 +389,106 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
     l.stats->bytes_copied += n_copied * expert_bytes;
 }
 
+void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out) {
+    layer_state & l = *layers[i_layer];
+    settle_slots(l, *l.stats);
+
+    if (!list_chosen(l.desc, chosen)) {
+        write_any_ids(chosen, l.desc.n_slot, ids_out); // without an order, ids are rows of the pool
+        return;
+    }
+    if (opt.check) {
+        for (const int32_t e : scratch_experts) {
+            check_slot(l, e);
+        }
+    }
+    list_last(l, chosen);
+    std::reverse(l.last_experts.begin(), l.last_experts.end());
+    l.pool.acquire(l.last_experts.data(), (int32_t) l.last_experts.size(), scratch_placed);
+
+    // what is in slots, what is read into slots, and all others
+    scratch_transfers.clear();
+    for (const placement & p : scratch_placed) {
+        if (p.miss) {
+            l.stats->evictions += p.evicted;
+            l.pending.push_back(p);
+        }
+    }
+    for (size_t i = 0; i < l.desc.parts.size(); ++i) {
+        for (const placement & p : l.pending) {
+            add_read(l, i, p);
+        }
+    }
+    io->submit(l.group, scratch_transfers, urgency::demand);
+
+    late.slots.clear();
+    const auto take_from_slots = [&](int32_t e, int32_t slot) {
+        late.order.push_back(e);
+        late.slots.push_back(slot);
+    };
+    for (const int32_t e : scratch_experts) {
+        const int32_t slot = l.pool.peek(e);
+        if (slot >= 0) {
+            take_from_slots(e, slot);
+        }
+    }
+    const size_t n_hit = late.order.size();
+    for (const placement & p : l.pending) {
+        take_from_slots(p.expert, p.slot);
+    }
+    for (const int32_t e : scratch_experts) {
+        if (l.pool.peek(e) < 0 && seen[e] != seen_mark) { // that mark is of the last tokens' experts
+            late.order.push_back(e);
+        }
+    }
+    scratch_transfers.clear();
+    for (const expert_part & part : l.desc.parts) {
+        for (size_t i = late.slots.size(); i < late.order.size(); ++i) {
+            const int32_t e = late.order[i];
+            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, nullptr, nullptr, part.convert });
+        }
+    }
+    ring->begin(scratch_transfers);
+    begin_late(i_layer, true);
+
+    const uint64_t n = scratch_experts.size();
+    const uint64_t expert_bytes = l.desc.expert_bytes();
+    l.stats->hits         += n_hit;
+    l.stats->misses       += n - n_hit;
+    l.stats->bytes_needed += n * expert_bytes;
+    l.stats->bytes_read   += (n - n_hit) * expert_bytes;
+    if (i_layer == 0) {
+        stats_.tokens_prefill += chosen.n_tokens;
+    }
+    for (int64_t t = 0; t < chosen.n_tokens; ++t) {
+        for (int64_t k = 0; k < chosen.n_used; ++k) {
+            *ids_out++ = chosen.at(t, k);
+        }
+    }
+}
+
+void stream::settle_ring(layer_state & l) {
+    ring->end();
+    settle_slots(l, *l.stats);
+    transfer_group & group = ring->group();
+    if (!group.ok()) {
+        note_error(group.error().c_str(), group.failed_tags().size());
+        group.clear();
+    }
+}
+
 void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool read_next, bool is_late) {
     settle_late();
     late.order.clear();
+    if (ring && is_late) {
+        begin_ring(i_layer, chosen, ids_out);
+        return;
+    }
+    if (ring) {
+        note_error("this graph has expert matmuls that cannot take experts from a ring; hint: --moe-staging full", 0);
+        write_any_ids(chosen, layers[i_layer]->desc.n_slot, ids_out);
+        return;
+    }
     layer_state & l = *layers[i_layer];
     half & h = half_of(i_layer);
     settle_slots(l, *l.stats);
@@ -441,24 +559,45 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
     }
 }
 
-void stream::wait_part(int32_t i_layer, bool staged, int32_t part, int32_t id, bool is_first_thread) {
+const uint8_t * stream::take(int32_t i_layer, bool staged, int32_t i_part, int32_t step, int32_t ith, int32_t n_thread) {
     layer_state & l = *layers[i_layer];
     half & h = half_of(i_layer);
-    transfer_group & group = staged ? h.fill : l.group;
-    const landing & bytes  = staged ? landing_of(h, part, id) : l.landings[part * l.desc.n_slot + id];
-    if (!bytes.is_here()) {
+    const expert_part & part = l.desc.parts[i_part];
+    const uint8_t * bytes = nullptr;
+    const auto wait = [&](auto && fn) {
         const uint64_t t_start = now_us();
-        group.wait(bytes);
-        if (is_first_thread) {
+        fn();
+        if (ith == 0) {
             l.stats->stall_us += now_us() - t_start;
         }
+    };
+
+    const int32_t n_in_slots = (int32_t) late.slots.size();
+    if (staged && ring && step >= n_in_slots) {
+        const int64_t n_in_ring = (int64_t) late.order.size() - n_in_slots;
+        wait([&] { bytes = ring->take(i_part * n_in_ring + step - n_in_slots, ith, n_thread); });
+    } else if (staged && !ring) {
+        const landing & there = landing_of(h, i_part, late.order[step]);
+        if (!there.is_here()) {
+            wait([&] { h.fill.wait(there); });
+        }
+        bytes = in_half(h, part, late.order[step]);
+    } else {
+        const int32_t   slot  = staged ? late.slots[step] : late.order[step];
+        const landing & there = l.landings[i_part * l.desc.n_slot + slot];
+        if (!there.is_here()) {
+            wait([&] { l.group.wait(there); });
+        }
+        bytes = part.slots + slot * part.expert_bytes;
     }
-    if (staged && is_first_thread && part + 1 == (int32_t) l.desc.parts.size() && id == late.order.back()) {
+
+    if (staged && !ring && ith == 0 && i_part + 1 == (int32_t) l.desc.parts.size() && step + 1 == (int32_t) late.order.size()) {
         wait_for(h.fill, *l.stats);
         if (h.fill.ok()) { // else zeros have to wait until nobody computes with what is here
             settle_late(); // the slots are filled while the rest of the layer, and what follows, computes
         }
     }
+    return bytes;
 }
 
 void stream::wait(int32_t i_layer, bool staged, bool is_first_thread) {

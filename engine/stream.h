@@ -14,12 +14,14 @@
 //            When a batch is wide enough to touch nearly all experts, begin() of one layer also starts reading the whole next
 //            layer into the other half.
 //
-// A layer can also be begun `late`: then nobody joins, and whoever computes with a part of an expert (gate, say) waits for just these
-// bytes by wait_part(), experts that are there first (order()). The parts are read in the order in which they are computed with.
+// A layer can also be begun `late`: then nobody joins, and whoever computes with a part of an expert (gate, say) takes just these
+// bytes by take(), experts that are there first (order()). The parts are read in the order in which they are computed with.
+//
+// Where memory is short there are no halves but a ring (expert-ring.h), and staging is always late: what has a slot is computed with
+// there, the experts of the last tokens are read into slots, all others pass through the ring, each part of each read once.
 //
 // Ownership of bytes (what makes it safe without copies):
-//   - slots of a layer change only between its begin() and join() (the last wait_part(), when late), or by the copies that either
-//     started;
+//   - slots of a layer change only between its begin() and join() (the last take(), when late), or by the copies that either started;
 //   - begin() of a layer first waits for those copies, and so does whoever refills the half they come from;
 //   - a graph is computed by one thread team at a time (compute_begin() locks), so a slot is never evicted under a reader.
 //
@@ -31,6 +33,7 @@
 // of that layer reads nothing and gets ids of rows with defined bytes, and compute_end() says what was chosen. Memory that runs out
 // between compute_begin() and compute_end() is an error of the same kind; nothing in between throws.
 
+#include "expert-ring.h"
 #include "policy.h"
 #include "reader.h"
 #include "slot-pool.h"
@@ -69,6 +72,15 @@ struct layer_desc {
     }
 };
 
+// room for the largest part of the layer, of a multiple of 64 bytes
+inline uint64_t ring_entry_bytes(const layer_desc & d) {
+    uint64_t n = 0;
+    for (const expert_part & p : d.parts) {
+        n = p.expert_bytes > n ? p.expert_bytes : n;
+    }
+    return (n + 63) / 64 * 64;
+}
+
 // the experts chosen for a batch: n_used ids for each of n_tokens, strides in bytes
 struct chosen_experts {
     const uint8_t * data;
@@ -98,8 +110,9 @@ public:
         policy_kind policy  = policy_kind::lru;
         bool        poison  = false;   // MOESTREAM_POISON: fill evicted slots and reused halves with 0xff (tests)
         bool        check   = false;   // MOESTREAM_CHECK: a slot that is used must have the checksum it had when it was filled (tests)
-        uint8_t   * staging = nullptr; // two halves, one behind the other; null when no layer needs them
+        uint8_t   * staging = nullptr; // two halves, one behind the other, or the ring; null when no layer needs them
         uint64_t    half_bytes = 0;
+        int32_t     n_ring     = 0;    // entries of the ring, as large as the largest part; 0: halves
     };
 
     stream(const options & opt, std::vector<layer_desc> layers, std::unique_ptr<reader> io);
@@ -119,12 +132,13 @@ public:
     void wait  (int32_t i_layer, bool staged, bool is_first_thread);
     void settle(int32_t i_layer, bool staged);
 
-    // of the layer begun last, when late: the slots, or the experts in staging, in the order to wait for them; empty when all are there.
+    // of the layer begun last, when late: the slots, or the experts in staging, in the order to take them; empty when all are there.
     // Valid until the next begin.
     const std::vector<int32_t> & order() const { return late.order; }
 
-    // every compute thread, for every part and all of order(): returns when these bytes are there
-    void wait_part(int32_t i_layer, bool staged, int32_t part, int32_t id, bool is_first_thread);
+    // all n_thread compute threads, part after part, for all steps of order(): the bytes, when they are there; valid until the thread
+    // takes the next
+    const uint8_t * take(int32_t i_layer, bool staged, int32_t part, int32_t step, int32_t ith, int32_t n_thread);
 
     // takes the model's files out of the page cache, whoever read them: dense weights are resident by now, and their cached copy
     // would count against a memory limit beside them
@@ -147,6 +161,7 @@ private:
         int32_t              i_layer = -1;
         bool                 staged  = false;
         std::vector<int32_t> order;
+        std::vector<int32_t> slots;      // ring: by step, for the steps before those of the ring
     };
 
     struct layer_state {
@@ -169,6 +184,9 @@ private:
     void wait_for(transfer_group & group, layer_stats & waiting);
     void begin_late(int32_t i_layer, bool staged);
     void settle_late();
+    void settle_ring(layer_state & l);
+    void begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out);
+    void add_read(layer_state & l, size_t i_part, const placement & p);
     landing & landing_of(half & h, size_t part, int32_t expert) { return h.landings[part * seen.size() + expert]; }
     void settle_slots(layer_state & l, layer_stats & waiting);
     void settle_half(half & h, layer_stats & waiting);
@@ -199,6 +217,7 @@ private:
 
     // last, so that its workers end before what they write to
     std::unique_ptr<reader> io;
+    std::unique_ptr<expert_ring> ring; // null: halves
 };
 
 } // namespace moe

@@ -34,6 +34,8 @@ COMBINATIONS = {
     "threads without slots": (["--moe-io-threads", "2"], "--moe-io-threads does nothing without --moe-slots"),
     "policy without slots": (["--moe-policy", "lfu"], "--moe-policy does nothing without --moe-slots"),
     "overlap without slots": (["--moe-overlap", "off"], "--moe-overlap does nothing without --moe-slots"),
+    "staging without slots": (["--moe-staging", "ring"], "--moe-staging does nothing without --moe-slots"),
+    "ring without overlap": (["--moe-slots", "8", "--moe-staging", "ring", "--moe-overlap", "off"], "--moe-staging ring cannot be combined with --moe-overlap off: matmuls wait for what passes through the ring; hint: leave out one of them"),
     "check-tensors": (["--moe-slots", "8", "--check-tensors"], "--moe-slots cannot be combined with --check-tensors, which would read all experts"),
 }  # fmt: skip
 
@@ -55,6 +57,7 @@ ENVIRONMENT = {
     "threads without slots": ({"MOE_IO_THREADS": "2"}, "--moe-io-threads does nothing without --moe-slots"),
     "policy without slots": ({"MOE_POLICY": "lfu"}, "--moe-policy does nothing without --moe-slots"),
     "overlap without slots": ({"MOE_OVERLAP": "off"}, "--moe-overlap does nothing without --moe-slots"),
+    "staging without slots": ({"MOE_STAGING": "full"}, "--moe-staging does nothing without --moe-slots"),
 }  # fmt: skip
 
 # llama-bench has a parser of its own.
@@ -93,6 +96,7 @@ VALUES = {
     "--moe-io": (["mmap", "Direct", ""], "expected 'auto', 'direct' or 'buffered'"),
     "--moe-policy": (["mru", "LRU", ""], "expected 'lru' or 'lfu'"),
     "--moe-overlap": (["yes", "1", ""], "expected 'on' or 'off'"),
+    "--moe-staging": (["half", "none", ""], "expected 'auto', 'full' or 'ring'"),
 }  # fmt: skip
 
 

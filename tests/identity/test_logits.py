@@ -54,6 +54,20 @@ def test_repacked(model: Callable[[str, str], Path], layout: str, io: str) -> No
     assert compare(model(layout, "q4_0"), "--repack", "--moe-io", io) == {"slots": 5, "staging": 4}
 
 
+@pytest.mark.parametrize("arguments", [(), ("--repack", "--threads", "3"), ("--moe-io", "direct")], ids=" ".join)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ring(model: Callable[[str, str], Path], layout: str, arguments: tuple[str, ...]) -> None:
+    """Experts that have no slot pass through a small buffer, and none is as wide as a layer."""
+    assert compare(model(layout, "q4_0"), "--moe-staging", "ring", *arguments) == {"slots": 5, "staging": 4}
+
+
+@pytest.mark.parametrize("arguments", [(), ("--repack",)], ids=["plain", "repacked"])
+def test_ring_demo(demo: Path, arguments: tuple[str, ...]) -> None:
+    size = ("--ubatch", "9,64", "--tokens", "160", "--threads", "2")
+    ways = compare(demo, "--slots", "6,40", *size, "--moe-staging", "ring", *arguments, n_slots=2, n_ubatch=2, n_tokens=160)
+    assert ways == {"staging": 4}
+
+
 def test_repacked_demo(demo: Path) -> None:
     assert compare(demo, "--repack", "--slots", "6,8,64") == {"slots": 5, "staging": 4}
 

@@ -188,17 +188,16 @@ struct fake_experts {
 
     bool holds(int32_t i_layer, bool staged, int32_t id, int32_t expert, uint32_t version) const {
         for (const moe::expert_part & p : layers[i_layer].parts) {
-            if (!part_holds(i_layer, p, staged, id, expert, version)) {
+            if (!part_holds(i_layer, p, row(i_layer, p, staged, id), expert, version)) {
                 return false;
             }
         }
         return true;
     }
 
-    bool part_holds(int32_t i_layer, const moe::expert_part & p, bool staged, int32_t id, int32_t expert, uint32_t version) const {
-        const uint8_t   diff  = mask(version) ^ mask(versions[i_layer][expert]) ^ (p.convert ? 0xff : 0);
-        const uint8_t * bytes = row(i_layer, p, staged, id);
-        const char *    file  = in_file(p, expert);
+    bool part_holds(int32_t i_layer, const moe::expert_part & p, const uint8_t * bytes, int32_t expert, uint32_t version) const {
+        const uint8_t diff = mask(version) ^ mask(versions[i_layer][expert]) ^ (p.convert ? 0xff : 0);
+        const char *  file = in_file(p, expert);
         return std::equal(bytes, bytes + p.expert_bytes, file, [diff](uint8_t a, char b) { return a == ((uint8_t) b ^ diff); });
     }
 

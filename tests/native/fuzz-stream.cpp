@@ -3,7 +3,8 @@
 //
 // What a round draws: layers of different shapes; batches from one token to wide, the last layer with fewer tokens; ids with
 // strides, and ids that no router gives; reads that come short, late, interrupted or not at all; files that shrink, grow back and
-// change their bytes between two layers; layers begun late, whose threads wait for each part of each expert and compare it at once; a thread whose reads fail anywhere; slots that change behind the engine's back; graphs that
+// change their bytes between two layers; layers begun late, whose threads take each part of each expert and compare it at once; a ring in place of
+// halves; a thread whose reads fail anywhere; slots that change behind the engine's back; graphs that
 // stop after a begin, between wait and settle, or after a join; two contexts in turn.
 //
 // The seed fixes the calls of each context and the places that fail, not how threads and contexts interleave.
@@ -26,6 +27,7 @@ static int64_t n_failed_total = 0;
 static int64_t n_ahead_total  = 0;
 static int64_t n_staged_total = 0;
 static int64_t n_late_total   = 0;
+static int64_t n_ring_total   = 0;
 static int64_t n_router_total = 0;
 static int64_t n_slot_total   = 0;
 static int64_t n_lost_total   = 0;
@@ -132,6 +134,7 @@ struct stream_model {
 
     std::vector<std::unique_ptr<layer_model>> layers;
     half_model halves[2];
+    std::set<int32_t> ring; // of the layer begun last: what passes through it
     std::vector<std::set<int32_t>> bad;  // [layer]: experts that cannot be read
     std::vector<std::set<int32_t>> lost; // [layer]: experts whose read failed for another reason, until they are settled
     const std::vector<std::vector<uint32_t>> & versions; // of the bytes in the files
@@ -241,6 +244,64 @@ struct stream_model {
         }
     }
 
+    // what has a slot stays there, the last tokens' experts get one, the others pass through the ring
+    void begin_ring(int32_t i_layer, const batch & b) {
+        layer_model & l = *layers[i_layer];
+        const std::vector<int32_t> experts = distinct_of(b);
+        for (const int32_t e : experts) {
+            use_slot(i_layer, e);
+        }
+        std::vector<placement> placed;
+        const std::vector<int32_t> last = last_of(l, b);
+        l.pool.acquire(last.data(), (int32_t) last.size(), placed);
+        for (const placement & p : placed) {
+            l.evictions += p.evicted;
+            if (p.miss) {
+                l.reading.push_back(p);
+                l.version[p.slot] = versions[i_layer][p.expert];
+                l.changed.erase(p.slot);
+            }
+        }
+        ring.clear();
+        for (const int32_t e : experts) {
+            const bool hit = l.pool.peek(e) >= 0;
+            (hit ? l.hits : l.misses) += 1;
+            l.n_read += !hit;
+            if (!hit && std::none_of(l.reading.begin(), l.reading.end(), [e](const placement & p) { return p.expert == e; })) {
+                ring.insert(e);
+            }
+        }
+        if (i_layer == 0) {
+            tokens_prefill += b.size();
+        }
+    }
+
+    uint32_t version_in_ring(int32_t i_layer, int32_t e) const {
+        const int32_t slot = layers[i_layer]->pool.peek(e);
+        return slot >= 0 ? layers[i_layer]->version[slot] : versions[i_layer][e];
+    }
+
+    std::set<int32_t> settle_ring(int32_t i_layer) {
+        std::set<int32_t> failed = settle_slots(i_layer);
+        for (const int32_t e : ring) {
+            if (!comes(i_layer, e)) {
+                failed.insert(e);
+                read_errors++;
+                note("file-");
+            }
+        }
+        ring.clear();
+        return failed;
+    }
+
+    // the experts of the last tokens, the newest last, as many as there are slots
+    static std::vector<int32_t> last_of(const layer_model & l, const batch & b) {
+        std::vector<int32_t> experts = distinct_of(batch(b.rbegin(), b.rend()));
+        experts.resize(std::min(experts.size(), (size_t) l.n_slot));
+        std::reverse(experts.begin(), experts.end());
+        return experts;
+    }
+
     // the experts of the batch that come out as zeros
     std::set<int32_t> settle_slots(int32_t i_layer) {
         layer_model & l = *layers[i_layer];
@@ -293,9 +354,7 @@ struct stream_model {
         }
         // the last tokens' experts go to the slots, so that the newest is the last that the policy gives up
         layer_model & l = *layers[i_layer];
-        std::vector<int32_t> experts = distinct_of(batch(b.rbegin(), b.rend()));
-        experts.resize(std::min(experts.size(), (size_t) l.n_slot));
-        std::reverse(experts.begin(), experts.end());
+        const std::vector<int32_t> experts = last_of(l, b);
         std::vector<placement> placed;
         l.pool.acquire(experts.data(), (int32_t) experts.size(), placed);
         for (const placement & p : placed) {
@@ -347,6 +406,8 @@ struct fuzz_round {
     uint32_t slot_percent   = 0; // of the layers that went through slots
     uint32_t midway_percent = 0; // of the layers: faults change before it
     uint32_t late_percent   = 0; // of the layers
+    int32_t  n_ring         = 0; // entries; 0: halves
+    std::vector<uint8_t> ring_memory;
     bool     skewed        = false;
 
     // both touched only between compute_begin() and compute_end()
@@ -482,7 +543,8 @@ struct fuzz_round {
             }
             const id_layout ids    = id_layout(b, rnd);
             const bool      staged = is_staged(i);
-            const bool      late   = rnd.percent(late_percent);
+            const bool      ringed = staged && n_ring > 0;
+            const bool      late   = rnd.percent(late_percent) || ringed;
             std::vector<int32_t> ids_out(b.size() * n_used, -1);
 
             const auto     t_start      = std::chrono::steady_clock::now();
@@ -491,9 +553,12 @@ struct fuzz_round {
                 const bool read_next = i + 1 < n_layers && is_staged(i + 1) &&
                     touches_nearly_all(experts.layers[i + 1].n_expert, n_used, tokens_of(i + 1));
                 n_staged_total++;
-                n_ahead_total += read_next;
+                n_ring_total  += ringed;
+                n_ahead_total += read_next && !ringed;
                 if (nonsense) {
-                    model.begin_nonsense(i, staged);
+                    model.begin_nonsense(i, staged && !ringed);
+                } else if (ringed) {
+                    model.begin_ring(i, b);
                 } else {
                     model.begin_staging(i, b, read_next);
                 }
@@ -522,11 +587,11 @@ struct fuzz_round {
             team.run([&](int32_t ith) {
                 const size_t n_part = experts.layers[i].parts.size();
                 for (size_t p = 0; late && p < (settles ? n_part : n_part - 1); ++p) {
-                    for (const int32_t id : order) {
-                        s->wait_part(i, staged, (int32_t) p, id, ith == 0);
-                        const int32_t  e       = expert_behind(id);
-                        const uint32_t version = staged ? model.half_of(i).there.at(e) : model.layers[i]->version[id];
-                        CHECK(any_may_fail || experts.part_holds(i, experts.layers[i].parts[p], staged, id, e, version));
+                    for (size_t step = 0; step < order.size(); ++step) {
+                        const uint8_t * bytes  = s->take(i, staged, (int32_t) p, (int32_t) step, ith, team.n);
+                        const int32_t  e       = expert_behind(order[step]);
+                        const uint32_t version = ringed ? model.version_in_ring(i, e) : staged ? model.half_of(i).there.at(e) : model.layers[i]->version[order[step]];
+                        CHECK(any_may_fail || experts.part_holds(i, experts.layers[i].parts[p], bytes, e, version));
                     }
                 }
                 if (late) {
@@ -539,7 +604,7 @@ struct fuzz_round {
                     s->settle(i, staged);
                 }
             });
-            if (!settles) {
+            if (!settles || (ringed && i == i_abort)) { // nobody asks what a ring failed to read when the graph stops
                 complete = false;
                 break;
             }
@@ -547,7 +612,7 @@ struct fuzz_round {
             CHECK(s->stats().layers[i]->stall_us - stall_before <= took_us + 1);
 
             learn_lost();
-            const std::set<int32_t> failed = staged ? model.settle_staging(i, b) : model.settle_slots(i);
+            const std::set<int32_t> failed = ringed ? model.settle_ring(i) : staged ? model.settle_staging(i, b) : model.settle_slots(i);
 
             maybe_sleep(rnd, 10, 200); // what runs in the background may do its harm
             team.run([&](int32_t ith) {
@@ -556,8 +621,13 @@ struct fuzz_round {
                     const int32_t id = ids_out[row];
                     CHECK(id >= 0 && id < (staged ? experts.layers[i].n_expert : experts.layers[i].n_slot));
                     if (nonsense) { // rows that differ within a token, and defined bytes
-                        CHECK_EQ(std::count(&ids_out[row / n_used * n_used], &ids_out[row / n_used * n_used] + n_used, id), 1);
-                        CHECK(!experts.is_poison(i, staged, id));
+                        const auto * token = &ids_out[row / n_used * n_used];
+                        CHECK(std::count(token, token + n_used, id) == 1 || (ringed && experts.layers[i].n_slot < n_used));
+                        CHECK(!experts.is_poison(i, staged && !ringed, id));
+                        continue;
+                    }
+                    if (ringed) { // seen when it was taken
+                        CHECK_EQ(id, e);
                         continue;
                     }
                     if (staged) {
@@ -641,7 +711,8 @@ static void run_round(uint64_t seed) {
     source->delay_percent = (uint32_t) (rnd.percent(40) ? 0 : rnd.percent(70) ? 5 : 40);
     source->short_percent = rnd.percent(50) ? 0 : 30;
     source->eintr_percent = rnd.percent(50) ? 0 : 10;
-    source->sick_percent  = align == 1 && rnd.percent(20) ? 5 : 0;
+    round.n_ring          = rnd.percent(70) ? 0 : (int32_t) rnd.between(2, 12);
+    source->sick_percent  = align == 1 && round.n_ring == 0 && rnd.percent(20) ? 5 : 0;
     const uint64_t chunk  = align == 1 ? rnd.between(50, 2000) : align * rnd.between(1, 4);
     auto io = std::make_unique<reader>(std::move(source), (int32_t) rnd.between(1, 3), chunk, true);
 
@@ -651,6 +722,15 @@ static void run_round(uint64_t seed) {
     opt.check      = check;
     opt.staging    = round.experts.staging.get();
     opt.half_bytes = round.experts.half_bytes;
+    if (round.n_ring > 0) {
+        uint64_t entry_bytes = 0;
+        for (const layer_desc & d : round.experts.layers) {
+            entry_bytes = std::max(entry_bytes, ring_entry_bytes(d));
+        }
+        round.ring_memory.resize(round.n_ring * entry_bytes);
+        opt.staging = round.ring_memory.data();
+        opt.n_ring  = round.n_ring;
+    }
     round.s = std::make_unique<stream>(opt, round.experts.layers, std::move(io));
 
     const int32_t n_graph = (int32_t) rnd.between(5, 30);
@@ -680,7 +760,7 @@ int main(int argc, char ** argv) {
     return run_fuzzer(argc, argv, run_round, [] {
         std::ostringstream o;
         o << ", " << n_graphs_total << " graphs (" << n_failed_total << " with errors), " << n_staged_total << " layers staged ("
-          << n_ahead_total << " read ahead), " << n_late_total << " waited for in parts, " << n_router_total << " bad routers, " << n_lost_total << " lost reads, " << n_slot_total
+          << n_ahead_total << " read ahead), " << n_late_total << " taken in parts, " << n_ring_total << " through a ring, " << n_router_total << " bad routers, " << n_lost_total << " lost reads, " << n_slot_total
           << " changed slots";
         return o.str();
     });

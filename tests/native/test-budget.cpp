@@ -224,4 +224,16 @@ TEST(terabytes_do_not_overflow) {
     CHECK_EQ(slots_that_fit({ 16 * tib, tib, tib, 8ull << 30, 1024 }), 1024);
 }
 
+TEST(staging_is_too_large_when_slots_that_were_asked_for_do_not_fit_beside_it) {
+    CHECK(!staging_is_too_large({ 190, 100, 50, 10, 8 }, 4));
+    CHECK(staging_is_too_large({ 189, 100, 50, 10, 8 }, 4));
+    CHECK(staging_is_too_large({ 50, 100, 50, 10, 8 }, 1));
+}
+
+TEST(staging_is_too_large_when_it_takes_a_quarter_of_what_experts_get) {
+    CHECK(!staging_is_too_large({ 300, 100, 50, 10, 8 }, 0));
+    CHECK(staging_is_too_large({ 299, 100, 50, 10, 8 }, 0));
+    CHECK(staging_is_too_large({ 50, 100, 50, 10, 8 }, 0));
+}
+
 int main(int argc, char ** argv) { return run_tests(argc, argv); }

@@ -130,14 +130,14 @@ TEST(a_part_that_is_there_waits_for_no_other) {
             CHECK_EQ(order[0], m.out[1]);
             CHECK_EQ(order[1], m.out[0]);
         }
-        for (const int32_t id : order) {
-            m.s->wait_part(0, staged, 0, id, true);
+        for (size_t step = 0; step < order.size(); ++step) {
+            m.s->take(0, staged, 0, (int32_t) step, 0, 1);
         }
         const uint64_t stall_us = m.stall_us(0);
         d.ring();
-        for (const int32_t id : order) {
-            m.s->wait_part(0, staged, 1, id, true);
-            CHECK(m.experts.holds(0, staged, id, staged ? id : id == m.out[0] ? 1 : 2));
+        for (size_t step = 0; step < order.size(); ++step) {
+            m.s->take(0, staged, 1, (int32_t) step, 0, 1);
+            CHECK(m.experts.holds(0, staged, order[step], staged ? order[step] : order[step] == m.out[0] ? 1 : 2));
         }
         CHECK(m.stall_us(0) - stall_us >= 5000);
         CHECK_EQ(m.s->compute_end(true), "");
