@@ -31,7 +31,9 @@ struct moe_flag {
     void (*apply)(std::vector<llama_model_kv_override> & overrides, const std::string & value);
 };
 
-const std::vector<moe_flag> & moe_flags();
+#define MOE_MAX_FLAGS 32
+
+const std::vector<moe_flag> & moe_flags(); // at most MOE_MAX_FLAGS
 
 // llama-bench's own parser: true when argv[i] is one of the flags; then i has moved to the value and it was applied
 bool moe_parse_flag(int argc, char ** argv, int & i, std::vector<llama_model_kv_override> & overrides);

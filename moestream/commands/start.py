@@ -337,9 +337,7 @@ def start(
     ] = None,
     io: Annotated[Io | None, typer.Option(help="How experts are read.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
-    overlap: Annotated[
-        Switch | None, typer.Option(help="Compute with what is there while experts are read.")
-    ] = None,
+    overlap: Annotated[Switch | None, typer.Option(help="Compute with what is there while experts are read.")] = None,
     backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
     detach_: Annotated[bool, typer.Option("--detach", "-d", help="Serve in the background.")] = False,
     ready_timeout: Annotated[
