@@ -10,6 +10,7 @@ set(MOESTREAM_SOURCES
     slot-pool.cpp
     stats.cpp
     stream.cpp
+    uring.cpp
 )
 list(TRANSFORM MOESTREAM_SOURCES PREPEND "${MOESTREAM_ENGINE_DIR}/")
 

@@ -1,5 +1,7 @@
 #include "reader.h"
 
+#include "uring.h"
+
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
@@ -40,7 +42,59 @@ bool io_mode_from_name(const std::string & name, io_mode & out) {
     return false;
 }
 
+const char * io_backend_name(io_backend backend) {
+    switch (backend) {
+        case io_backend::automatic: return "auto";
+        case io_backend::threads:   return "threads";
+        case io_backend::uring:     return "uring";
+    }
+    std::abort();
+}
+
+bool io_backend_from_name(const std::string & name, io_backend & out) {
+    for (io_backend backend : { io_backend::automatic, io_backend::threads, io_backend::uring }) {
+        if (name == io_backend_name(backend)) {
+            out = backend;
+            return true;
+        }
+    }
+    return false;
+}
+
 namespace {
+
+// read_at() when the result is asked for
+class blocking_queue final : public read_queue {
+public:
+    blocking_queue(file_source & source, int32_t depth) : source(source) { waiting.reserve(depth); }
+
+    void start(int32_t id, int32_t file, void * buf, uint64_t size, uint64_t offset) noexcept override {
+        waiting.push_back({ id, file, buf, size, offset });
+    }
+
+    int32_t next(int64_t & result) noexcept override {
+        const request r = waiting.front();
+        waiting.erase(waiting.begin());
+        try {
+            result = source.read_at(r.file, r.buf, r.size, r.offset);
+        } catch (const std::bad_alloc &) { // of a test's source
+            result = -ENOMEM;
+        }
+        return r.id;
+    }
+
+private:
+    struct request {
+        int32_t  id;
+        int32_t  file;
+        void   * buf;
+        uint64_t size;
+        uint64_t offset;
+    };
+
+    file_source &        source;
+    std::vector<request> waiting; // at most depth
+};
 
 uint8_t * allocate_aligned(uint64_t size, uint32_t align) {
     void * p = nullptr;
@@ -63,6 +117,22 @@ public:
         return n < 0 ? -errno : n;
     }
 
+    std::unique_ptr<read_queue> make_queue(int32_t depth) override {
+        if (backend != io_backend::uring) {
+            return file_source::make_queue(depth);
+        }
+        std::vector<int> fds;
+        for (const open_file & f : files) {
+            fds.push_back(f.fd);
+        }
+        std::string error;
+        auto queue = make_uring(fds, depth, error);
+        if (!queue) {
+            throw std::runtime_error(error);
+        }
+        return queue;
+    }
+
     void drop_cache() override {
 #ifdef POSIX_FADV_DONTNEED
         for (const open_file & f : files) {
@@ -71,8 +141,9 @@ public:
 #endif
     }
 
-    bool open_all(const std::vector<open_file> & given, bool want_direct, std::string & error) {
-        direct = want_direct;
+    bool open_all(const std::vector<open_file> & given, bool want_direct, io_backend how, std::string & error) {
+        direct  = want_direct;
+        backend = how;
         for (const open_file & f : given) {
             const int fd = reopen(f.fd);
             if (fd < 0) {
@@ -128,14 +199,19 @@ private:
     }
 
     std::vector<open_file> files; // owned descriptors
-    bool                   direct = false;
+    bool                   direct  = false;
+    io_backend             backend = io_backend::threads;
 };
 
 } // namespace
 
-std::unique_ptr<file_source> make_file_source(const std::vector<open_file> & files, io_mode mode, std::string & error) {
+std::unique_ptr<read_queue> file_source::make_queue(int32_t depth) {
+    return std::make_unique<blocking_queue>(*this, depth);
+}
+
+std::unique_ptr<file_source> make_file_source(const std::vector<open_file> & files, io_mode mode, std::string & error, io_backend backend) {
     auto source = std::make_unique<posix_files>();
-    if (!source->open_all(files, mode == io_mode::direct, error)) {
+    if (!source->open_all(files, mode == io_mode::direct, backend, error)) {
         return nullptr;
     }
     return source;
@@ -166,6 +242,15 @@ void transfer_group::clear() {
 // where memory may be what is missing; short enough for a string to hold it without any
 static const char * const no_memory = "no memory";
 
+// what make() says, or that there was no memory to say it
+template <typename F> static std::string in_words(F && make) {
+    try {
+        return make();
+    } catch (const std::bad_alloc &) {
+        return no_memory;
+    }
+}
+
 // what was attempted, for messages; the part of the transfer that one worker took
 static std::string describe(const transfer & t, const file_source & source) {
     const std::string size = std::to_string(t.size);
@@ -175,23 +260,27 @@ static std::string describe(const transfer & t, const file_source & source) {
     return "reading " + size + " bytes at offset " + std::to_string(t.offset) + " of '" + source.name(t.file) + "'";
 }
 
+static std::string failure(const transfer & t, const file_source & source, uint64_t pos, const std::string & why) {
+    return describe(t, source) + " failed at offset " + std::to_string(pos) + ": " + why;
+}
+
 // offsets are signed for the system, and rounding up to a block must not overflow
 static bool is_in_reach(const transfer & t) {
     return t.offset <= INT64_MAX && t.size <= INT64_MAX - t.offset;
 }
 
-reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64_t chunk_size, bool converts)
+reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64_t chunk_size, bool converts, int32_t depth)
     : source(std::move(source_in)), chunk_size(chunk_size) {
     const uint32_t align = source->alignment();
-    if (n_threads <= 0 || chunk_size == 0 || align == 0 || chunk_size % align != 0) {
-        fprintf(stderr, "reader: %d threads, chunk size %llu, alignment %u: impossible\n", n_threads,
+    if (n_threads <= 0 || depth <= 0 || chunk_size == 0 || align == 0 || chunk_size % align != 0) {
+        fprintf(stderr, "reader: %d threads, depth %d, chunk size %llu, alignment %u: impossible\n", n_threads, depth,
             (unsigned long long) chunk_size, align);
         abort();
     }
     const std::string wanted = std::to_string(n_threads) + " threads to read experts";
     const std::string hint   = "; hint: a smaller --moe-io-threads";
     if (align > 1 || converts) {
-        bounces.resize(n_threads);
+        bounces.resize(n_threads * depth);
         for (auto & b : bounces) {
             b.reset(allocate_aligned(bounce_size(), std::max<uint32_t>(align, 64)));
             if (!b) {
@@ -199,14 +288,29 @@ reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64
             }
         }
     }
+    workers.resize(n_threads);
+    for (int32_t i = 0; i < n_threads; ++i) {
+        worker & w = workers[i];
+        try {
+            w.queue = source->make_queue(depth);
+        } catch (const std::runtime_error & e) {
+            throw std::runtime_error("cannot set up " + wanted + ": " + e.what() + hint + ", or --moe-io-backend threads");
+        }
+        w.flights.resize(depth);
+        w.idle.reserve(depth);
+        w.taken.reserve(depth);
+        for (int32_t id = depth - 1; id >= 0; --id) {
+            w.flights[id].bounce = bounces.empty() ? nullptr : bounces[i * depth + id].get();
+            w.idle.push_back(id);
+        }
+    }
     try {
-        workers.reserve(n_threads);
-        for (int32_t i = 0; i < n_threads; ++i) {
-            uint8_t * const bounce = bounces.empty() ? nullptr : bounces[i].get();
-            workers.emplace_back([this, bounce] { work(bounce); });
+        threads.reserve(n_threads);
+        for (worker & w : workers) {
+            threads.emplace_back([this, &w] { work(w); });
         }
     } catch (const std::exception & e) {
-        const size_t n_started = workers.size();
+        const size_t n_started = threads.size();
         stop();
         throw std::runtime_error("cannot start " + wanted + ", only " + std::to_string(n_started) + ": " + e.what() + hint);
     }
@@ -216,12 +320,7 @@ reader::~reader() {
     stop();
     for (const auto * queue : { &queue_demand, &queue_background }) {
         for (const job & j : *queue) {
-            std::string error = no_memory;
-            try {
-                error = describe(j.part, *source) + " failed: the reader was stopped";
-            } catch (const std::bad_alloc &) {
-            }
-            finish(j, std::move(error));
+            finish(j, in_words([&] { return describe(j.part, *source) + " failed: the reader was stopped"; }));
         }
     }
 }
@@ -232,10 +331,10 @@ void reader::stop() {
         stopping = true;
     }
     wake.notify_all();
-    for (std::thread & w : workers) {
-        w.join();
+    for (std::thread & t : threads) {
+        t.join();
     }
-    workers.clear();
+    threads.clear();
 }
 
 uint64_t reader::bounce_size() const {
@@ -272,6 +371,12 @@ void reader::submit(transfer_group & group, const std::vector<transfer> & transf
                     l->n_left.fetch_add(1, std::memory_order_relaxed);
                 }
             }
+            for (worker & w : workers) {
+                if (n_jobs > 0 && w.has_room) {
+                    w.has_room = false;
+                    w.queue->wake();
+                }
+            }
         } catch (const std::bad_alloc &) {
             queue.resize(n_before); // all or nothing, so that the group says what is true
             std::lock_guard<std::mutex> lock_group(group.mutex);
@@ -304,86 +409,130 @@ void reader::promote(transfer_group & group) noexcept {
     queue_background.erase(std::remove_if(queue_background.begin(), queue_background.end(), is_of_group), queue_background.end());
 }
 
-void reader::work(uint8_t * bounce) {
-    while (true) {
-        job j;
-        {
-            std::unique_lock<std::mutex> lock(mutex);
-            wake.wait(lock, [this] { return stopping || !queue_demand.empty() || !queue_background.empty(); });
-            if (stopping) {
-                return;
+// Moves work to the worker: no more than it can start, and no more than its share of what waits, so that all of them copy and convert.
+// False: it is time to go.
+bool reader::take(worker & w) {
+    std::unique_lock<std::mutex> lock(mutex);
+    const auto n_waiting = [this] { return queue_demand.size() + queue_background.size(); };
+    w.has_room = false;
+    if (w.idle.size() == w.flights.size()) {
+        wake.wait(lock, [&] { return stopping || n_waiting() > 0; });
+    }
+    if (stopping) {
+        return w.idle.size() < w.flights.size(); // what was begun is brought to its end
+    }
+    const size_t share = (n_waiting() + workers.size() - 1) / workers.size();
+    while (w.taken.size() < std::min(share, w.idle.size())) {
+        std::deque<job> & queue = queue_demand.empty() ? queue_background : queue_demand;
+        w.taken.push_back(queue.front());
+        queue.pop_front();
+    }
+    w.has_room = w.taken.empty() && !w.idle.empty();
+    return true;
+}
+
+void reader::work(worker & w) {
+    while (take(w)) {
+        for (const job & j : w.taken) {
+            if (j.part.src) {
+                continue;
             }
-            std::deque<job> & queue = queue_demand.empty() ? queue_background : queue_demand;
-            j = queue.front();
-            queue.pop_front();
+            if (!is_in_reach(j.part)) {
+                finish(j, in_words([&] { return failure(j.part, *source, j.part.offset, "no file is that long"); }));
+                continue;
+            }
+            const int32_t id = w.idle.back();
+            w.idle.pop_back();
+            flight & f = w.flights[id];
+            f.j           = j;
+            f.pos         = j.part.offset;
+            f.n_fruitless = 0;
+            start(w, id);
         }
-        std::string error;
-        if (j.part.src) {
-            memcpy(j.part.dst, j.part.src, j.part.size);
+        for (const job & j : w.taken) {
+            if (j.part.src) { // while the reads are under way
+                memcpy(j.part.dst, j.part.src, j.part.size);
+                finish(j, "");
+            }
+        }
+        const bool goes_on = !w.taken.empty() && !w.idle.empty(); // there may be more to start
+        w.taken.clear();
+        if (goes_on || w.idle.size() == w.flights.size()) {
+            continue;
+        }
+        int64_t n;
+        const int32_t id = w.queue->next(n);
+        if (id < 0) {
+            continue;
+        }
+        flight & f = w.flights[id];
+        bool landed = true;
+        std::string error = in_words([&] {
+            std::string why;
+            landed = land(f, n, why);
+            return why;
+        });
+        if (landed) {
+            w.idle.push_back(id);
+            finish(f.j, std::move(error));
         } else {
-            try {
-                read_part(j.part, bounce, error);
-            } catch (const std::bad_alloc &) { // for the message
-                error = no_memory;
-            }
+            start(w, id);
         }
-        if (!error.empty() && j.part.lands) {
-            memset(j.part.dst, 0, j.part.size); // what computes on goes through defined values
-        }
-        finish(j, std::move(error));
     }
 }
 
-bool reader::read_part(const transfer & t, uint8_t * bounce, std::string & error) {
+// reads on from where the flight is
+void reader::start(worker & w, int32_t id) noexcept {
+    flight & f = w.flights[id];
+    const transfer & t = f.j.part;
     const uint64_t align = source->alignment();
-    const uint64_t end   = t.offset + t.size;
-
-    const auto fail = [&](uint64_t pos, const std::string & why) {
-        error = describe(t, *source) + " failed at offset " + std::to_string(pos) + ": " + why;
-        return false;
-    };
-
-    if (!is_in_reach(t)) {
-        return fail(t.offset, "no file is that long");
-    }
-
-    int32_t  n_fruitless = 0;
-    uint64_t pos = t.offset; // all before is in dst, or in the bounce buffer when it is to be converted
     const uint64_t begin = t.offset / align * align;
-    while (pos < end) {
-        const uint64_t first = pos / align * align;
-        const uint64_t last  = (end + align - 1) / align * align;
-        uint8_t * const dst  = (uint8_t *) t.dst + (pos - t.offset);
-        uint8_t * const into = t.convert ? bounce + (first - begin) : align > 1 ? bounce : dst;
+    const uint64_t last  = (t.offset + t.size + align - 1) / align * align;
+    f.first = f.pos / align * align;
+    uint8_t * const into = t.convert ? f.bounce + (f.first - begin) : align > 1 ? f.bounce : (uint8_t *) t.dst + (f.pos - t.offset);
+    w.queue->start(id, t.file, into, last - f.first, f.first);
+}
 
-        const int64_t n = source->read_at(t.file, into, last - first, first);
-        if (n == -EINTR) {
-            continue;
-        }
-        if (n < 0) {
-            return fail(pos, strerror((int) -n));
-        }
-        n_bytes_read.fetch_add((uint64_t) n, std::memory_order_relaxed);
+// n: what the read gave, as read_at(). True when the part is done, or failed with an error; false: the rest is to be read.
+bool reader::land(flight & f, int64_t n, std::string & error) {
+    const transfer & t = f.j.part;
+    const uint64_t align = source->alignment();
+    const uint64_t begin = t.offset / align * align;
+    const uint64_t end   = t.offset + t.size;
+    if (n == -EINTR) {
+        return false;
+    }
+    if (n < 0) {
+        error = failure(t, *source, f.pos, strerror((int) -n));
+        return true;
+    }
+    n_bytes_read.fetch_add((uint64_t) n, std::memory_order_relaxed);
 
-        const uint64_t reached = std::min(first + (uint64_t) n, end);
-        if (reached <= pos) {
-            if (n == 0 || ++n_fruitless == n_fruitless_max) {
-                return fail(pos, "the data end at offset " + std::to_string(reached) + " (was the file truncated?)");
-            }
-            continue;
+    const uint64_t reached = std::min(f.first + (uint64_t) n, end);
+    if (reached <= f.pos) {
+        if (n == 0 || ++f.n_fruitless == n_fruitless_max) {
+            error = failure(t, *source, f.pos, "the data end at offset " + std::to_string(reached) + " (was the file truncated?)");
+            return true;
         }
-        if (align > 1 && !t.convert) {
-            memcpy(dst, bounce + (pos - first), reached - pos);
-        }
-        pos = reached;
+        return false;
+    }
+    if (align > 1 && !t.convert) {
+        memcpy((uint8_t *) t.dst + (f.pos - t.offset), f.bounce + (f.pos - f.first), reached - f.pos);
+    }
+    f.pos = reached;
+    if (f.pos < end) {
+        return false;
     }
     if (t.convert) {
-        t.convert->convert(t.dst, bounce + (t.offset - begin), t.size);
+        t.convert->convert(t.dst, f.bounce + (t.offset - begin), t.size);
     }
     return true;
 }
 
 void reader::finish(const job & j, std::string error) noexcept {
+    if (!error.empty() && j.part.lands) {
+        memset(j.part.dst, 0, j.part.size); // what computes on goes through defined values
+    }
     transfer_group & group = *j.group;
     // under the lock throughout: the waiter may destroy the group as soon as it can return
     std::lock_guard<std::mutex> lock(group.mutex);

@@ -10,6 +10,9 @@
 // Errors never throw in a worker, and none of submit(): the group remembers the first one in full (operation, file, offset, length,
 // reason) and every failed tag. Memory that runs out on the way is such an error.
 //
+// A worker has one read under way (a thread that sleeps in pread) or several (io_uring): which is the file_source's business, whose
+// read_queue takes them and tells results in any order. What becomes of the bytes is the same code for both.
+//
 // The files stand behind file_source, so that tests can inject short reads, errors and delays.
 
 #include <atomic>
@@ -25,6 +28,22 @@
 
 namespace moe {
 
+// The reads that one worker has under way: that worker alone calls it, but for wake().
+class read_queue {
+public:
+    virtual ~read_queue() = default;
+
+    // As file_source::read_at(), without waiting for the bytes. id is the caller's: from 0 up to the queue's depth, and of no other read
+    // under way. buf stays valid until the read is done.
+    virtual void start(int32_t id, int32_t file, void * buf, uint64_t size, uint64_t offset) noexcept = 0;
+
+    // sleep until one of the reads is done: its id, and in result what read_at() returns; -1: none is, but wake() was called
+    virtual int32_t next(int64_t & result) noexcept = 0;
+
+    // from any thread: next() returns soon
+    virtual void wake() noexcept {}
+};
+
 class file_source {
 public:
     virtual ~file_source() = default;
@@ -37,6 +56,10 @@ public:
     // offset, size and buf of read_at() must be multiples of this many bytes; 1 for buffered reads
     virtual uint32_t alignment() const = 0;
 
+    // For one worker, with up to depth reads under way; the source outlives it. Here: read_at(), one after the other, in next().
+    // Throws std::runtime_error saying why there is none.
+    virtual std::unique_ptr<read_queue> make_queue(int32_t depth);
+
     // the files need not stay in the page cache
     virtual void drop_cache() {}
 };
@@ -46,14 +69,22 @@ enum class io_mode : int32_t { automatic = 0, direct = 1, buffered = 2 };
 const char * io_mode_name(io_mode mode);
 bool         io_mode_from_name(const std::string & name, io_mode & out);
 
+// how reads are kept under way: a thread for each, or the kernel's io_uring
+enum class io_backend : int32_t { automatic = 0, threads = 1, uring = 2 };
+
+const char * io_backend_name(io_backend backend);
+bool         io_backend_from_name(const std::string & name, io_backend & out);
+
 struct open_file {
     int         fd;   // borrowed: only read in make_file_source()
     std::string name; // for messages
 };
 
 // Opens every file anew through its descriptor (so that a renamed or replaced path cannot matter), without read-ahead.
-// mode is direct or buffered. Returns null and says why in error when the file system refuses.
-std::unique_ptr<file_source> make_file_source(const std::vector<open_file> & files, io_mode mode, std::string & error);
+// mode is direct or buffered, backend threads or uring; whether the kernel has the latter is asked of uring_works(). Returns null and says
+// why in error when the file system refuses.
+std::unique_ptr<file_source> make_file_source(const std::vector<open_file> & files, io_mode mode, std::string & error,
+        io_backend backend = io_backend::threads);
 
 // What a worker makes of bytes between reading them and dst: as many bytes, in the order that the kernels want. Called by several
 // workers at once.
@@ -139,9 +170,10 @@ using aligned_buffer = std::unique_ptr<uint8_t, aligned_free>;
 
 class reader {
 public:
-    // n_threads > 0; chunk_size in bytes, > 0, a multiple of the source's alignment; abort() otherwise. converts: some transfers do.
-    // Throws std::runtime_error with a hint when not all threads start, or their buffers find no memory.
-    reader(std::unique_ptr<file_source> source, int32_t n_threads, uint64_t chunk_size = default_chunk_size, bool converts = false);
+    // n_threads > 0, each with up to depth > 0 reads under way; chunk_size in bytes, > 0, a multiple of the source's alignment; abort()
+    // otherwise. converts: some transfers do. Throws std::runtime_error with a hint when not all threads start, or find no memory for
+    // their buffers or queues.
+    reader(std::unique_ptr<file_source> source, int32_t n_threads, uint64_t chunk_size = default_chunk_size, bool converts = false, int32_t depth = 1);
 
     static constexpr uint64_t default_chunk_size = 1024 * 1024;
 
@@ -155,7 +187,7 @@ public:
 
     void drop_cache() { source->drop_cache(); }
 
-    int32_t  n_threads()    const { return (int32_t) workers.size(); }
+    int32_t  n_threads()    const { return (int32_t) threads.size(); }
     uint64_t bounce_bytes() const { return bounces.size() * bounce_size(); } // memory held for direct and converted reads
 
     uint64_t bytes_read() const { return n_bytes_read.load(std::memory_order_relaxed); } // from files, over-reads included
@@ -166,10 +198,29 @@ private:
         transfer         part;
     };
 
+    // a part whose read is under way
+    struct flight {
+        job       j;
+        uint8_t * bounce;      // null when the bytes go to dst as they are
+        uint64_t  pos;         // in the file: all before is in dst, or in the bounce buffer when it is to be converted
+        uint64_t  first;       // where the read began
+        int32_t   n_fruitless;
+    };
+
+    struct worker {
+        std::unique_ptr<read_queue> queue;
+        std::vector<flight>         flights; // [depth] by the id of the read
+        std::vector<int32_t>        idle;    // ids of flights that are not under way
+        std::vector<job>            taken;   // at most depth
+        bool                        has_room = false; // sleeps in next() and could start more; guarded by mutex
+    };
+
     uint64_t bounce_size() const;
-    void work(uint8_t * bounce);
+    void work(worker & w);
     void stop();
-    bool read_part(const transfer & t, uint8_t * bounce, std::string & error);
+    bool take(worker & w);
+    void start(worker & w, int32_t id) noexcept;
+    bool land(flight & f, int64_t n, std::string & error);
     void finish(const job & j, std::string error) noexcept;
 
     const std::unique_ptr<file_source> source;
@@ -182,8 +233,9 @@ private:
     bool                    stopping = false; // guarded by mutex
 
     std::atomic<uint64_t>       n_bytes_read { 0 };
-    std::vector<aligned_buffer> bounces; // of each worker; none for buffered reads of bytes as they are
-    std::vector<std::thread>    workers;
+    std::vector<aligned_buffer> bounces; // of each flight; none for buffered reads of bytes as they are
+    std::vector<worker>         workers;
+    std::vector<std::thread>    threads; // of each worker
 };
 
 } // namespace moe

@@ -40,6 +40,8 @@ public:
     const std::string & name(int32_t file) const override { return names.at(file); }
     uint32_t alignment() const override { return align; }
 
+    std::unique_ptr<moe::read_queue> make_queue(int32_t depth) override { return std::make_unique<shuffled_queue>(*this, depth); }
+
     int64_t read_at(int32_t file, void * buf, uint64_t size, uint64_t offset) override {
         CHECK(size > 0);
         CHECK_EQ(offset % align, 0u);

@@ -6,6 +6,7 @@
 #include "reader.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <mutex>
 
@@ -49,6 +50,53 @@ private:
     const uint64_t n;
 };
 
+// Reads of a worker that has several under way: they end in any order, as io_uring's do.
+class shuffled_queue final : public moe::read_queue {
+public:
+    explicit shuffled_queue(moe::file_source & source, int32_t depth) : source(source), depth(depth) { pending.reserve(depth); }
+
+    void start(int32_t id, int32_t file, void * buf, uint64_t size, uint64_t offset) noexcept override {
+        CHECK(id >= 0 && id < depth);
+        for (const request & r : pending) {
+            CHECK(r.id != id);
+        }
+        pending.push_back({ id, file, buf, size, offset });
+    }
+
+    int32_t next(int64_t & result) noexcept override {
+        if (woken.exchange(false)) {
+            return -1;
+        }
+        CHECK(!pending.empty());
+        std::swap(pending[rnd.below(pending.size())], pending.back());
+        const request r = pending.back();
+        pending.pop_back();
+        try {
+            result = source.read_at(r.file, r.buf, r.size, r.offset);
+        } catch (const std::bad_alloc &) {
+            result = -ENOMEM;
+        }
+        return r.id;
+    }
+
+    void wake() noexcept override { woken = true; }
+
+private:
+    struct request {
+        int32_t  id;
+        int32_t  file;
+        void   * buf;
+        uint64_t size;
+        uint64_t offset;
+    };
+
+    moe::file_source &   source;
+    const int32_t        depth;
+    std::vector<request> pending;
+    std::atomic<bool>    woken { false };
+    test_random          rnd { 11 };
+};
+
 class faulty_source final : public moe::file_source {
 public:
     // Called before each read, from the worker's thread, no lock held. Returns the most bytes the read may give, or -errno.
@@ -63,6 +111,13 @@ public:
 
     const std::string & name(int32_t file) const override { return names.at(file); }
     uint32_t alignment() const override { return align; }
+
+    std::unique_ptr<moe::read_queue> make_queue(int32_t depth) override {
+        if (depth == 1) {
+            return file_source::make_queue(depth);
+        }
+        return std::make_unique<shuffled_queue>(*this, depth);
+    }
 
     int64_t read_at(int32_t file, void * buf, uint64_t size, uint64_t offset) override {
         // the contract of direct reads

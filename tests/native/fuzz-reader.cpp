@@ -29,6 +29,7 @@ static void run_round(uint64_t seed) {
     const uint32_t    align    = aligns[rnd.below(3)];
     const uint64_t    chunk    = align == 1 ? rnd.between(500, 9000) : align * rnd.between(1, 4);
     const int32_t     n_thread = (int32_t) rnd.between(1, 4);
+    const int32_t     depth    = rnd.percent(50) ? 1 : (int32_t) rnd.between(2, 6); // several under way end in any order
     const int32_t     n_expert = (int32_t) rnd.between(2, 20);
     const int32_t     n_slot   = (int32_t) rnd.between(1, n_expert);
     const uint32_t    p_error  = rnd.percent(50) ? 0 : (uint32_t) rnd.below(20);
@@ -88,7 +89,7 @@ static void run_round(uint64_t seed) {
     guarded_buffer guess(row_size[1]);
 
     // after the buffers, so that they go first: a guess may still be under way at the end
-    reader         r(std::move(source), n_thread, chunk, /*converts =*/ true);
+    reader         r(std::move(source), n_thread, chunk, /*converts =*/ true, depth);
     slot_pool      pool(n_slot, n_expert, kind);
     transfer_group group;
     transfer_group guesses; // background reads into a place of their own, meanwhile

@@ -714,7 +714,7 @@ static void run_round(uint64_t seed) {
     round.n_ring          = rnd.percent(70) ? 0 : (int32_t) rnd.between(2, 12);
     source->sick_percent  = align == 1 && round.n_ring == 0 && rnd.percent(20) ? 5 : 0;
     const uint64_t chunk  = align == 1 ? rnd.between(50, 2000) : align * rnd.between(1, 4);
-    auto io = std::make_unique<reader>(std::move(source), (int32_t) rnd.between(1, 3), chunk, true);
+    auto io = std::make_unique<reader>(std::move(source), (int32_t) rnd.between(1, 3), chunk, true, (int32_t) rnd.between(1, 4));
 
     stream::options opt;
     opt.policy     = kind;

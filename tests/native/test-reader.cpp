@@ -1,20 +1,28 @@
 #include "check.h"
 #include "faulty-source.h"
 #include "reader.h"
+#include "real-file.h"
+#include "uring.h"
 
 #include <algorithm>
 #include <chrono>
 #include <memory>
 #include <thread>
 
-#include <dirent.h>
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 
 using namespace moe;
 
 static constexpr uint64_t KiB = 1024;
+
+// Compiled twice (CMakeLists.txt): workers with one read under way each, that sleep in it, and workers with several, from files through
+// io_uring.
+#ifndef MOE_TEST_DEPTH
+#define MOE_TEST_DEPTH 1
+#endif
+static constexpr int32_t    test_depth   = MOE_TEST_DEPTH;
+static constexpr io_backend test_backend = test_depth > 1 ? io_backend::uring : io_backend::threads;
 
 static void sleep_ms(int32_t ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
@@ -44,11 +52,11 @@ static transfer read_of(int32_t tag, uint64_t offset, guarded_buffer & to, int32
 // a reader over one file in memory; the source stays visible for its log
 struct memory_fixture {
     explicit memory_fixture(uint64_t size, uint32_t align, int32_t n_threads, uint64_t chunk_size, faulty_source::hook_fn hook = nullptr,
-            bool converts = false)
+            bool converts = false, int32_t depth = test_depth)
         : text(random_bytes(size, 42)) {
         auto owned = std::make_unique<faulty_source>(std::vector<std::string> { text }, align, std::move(hook));
         source = owned.get();
-        r = std::make_unique<reader>(std::move(owned), n_threads, chunk_size, converts);
+        r = std::make_unique<reader>(std::move(owned), n_threads, chunk_size, converts, depth);
     }
 
     std::string             text;
@@ -69,6 +77,17 @@ TEST(io_mode_names_round_trip) {
     io_mode mode = io_mode::direct;
     CHECK(!io_mode_from_name("mmap", mode));
     CHECK(mode == io_mode::direct);
+}
+
+TEST(io_backend_names_round_trip) {
+    for (io_backend backend : { io_backend::automatic, io_backend::threads, io_backend::uring }) {
+        io_backend back = backend == io_backend::uring ? io_backend::threads : io_backend::uring;
+        CHECK(io_backend_from_name(io_backend_name(backend), back));
+        CHECK(back == backend);
+    }
+    io_backend backend = io_backend::uring;
+    CHECK(!io_backend_from_name("aio", backend));
+    CHECK(backend == io_backend::uring);
 }
 
 TEST(reads_any_offset_and_size) {
@@ -180,7 +199,7 @@ TEST(several_workers_share_one_read) {
         const auto limit = std::chrono::system_clock::now() + std::chrono::seconds(20);
         CHECK(changed.wait_until(lock, limit, [&] { return n_inside == 4; }));
         return (int64_t) size;
-    });
+    }, false, 1);
     CHECK_EQ(f.r->n_threads(), 4);
     guarded_buffer to(64 * KiB);
     transfer_group group;
@@ -221,7 +240,7 @@ TEST(bounce_bytes_are_told) {
     memory_fixture buffered(4 * KiB, 1, 3, 8 * KiB);
     CHECK_EQ(buffered.r->bounce_bytes(), 0u);
     memory_fixture direct(4 * KiB, 4096, 3, 8 * KiB);
-    CHECK_EQ(direct.r->bounce_bytes(), 3 * (8 * KiB + 2 * 4096));
+    CHECK_EQ(direct.r->bounce_bytes(), 3 * test_depth * (8 * KiB + 2 * 4096));
 }
 
 TEST(impossible_settings_abort) {
@@ -340,7 +359,7 @@ TEST(the_first_of_several_errors_is_told) {
     // one worker: the reads come in their order
     memory_fixture f(64 * KiB, 1, 1, 4 * KiB, [](int32_t, uint64_t size, uint64_t offset) -> int64_t {
         return offset < 8 * KiB ? (int64_t) size : offset < 12 * KiB ? -EIO : -EBADF;
-    });
+    }, false, 1);
     guarded_buffer a(20 * KiB), b(KiB);
     transfer_group group;
     f.r->submit(group, { read_of(1, 0, a), read_of(2, 40 * KiB, b) }, urgency::demand);
@@ -495,7 +514,8 @@ TEST(one_group_takes_several_submissions) {
 TEST(demand_goes_before_background) {
     latch begun;
     latch go;
-    memory_fixture f(64 * KiB, 1, 1, 4 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t { begun.open(); go.wait(); return (int64_t) size; });
+    memory_fixture f(64 * KiB, 1, 1, 4 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t { begun.open(); go.wait(); return (int64_t) size; },
+        false, 1);
 
     guarded_buffer plug(1), late(3 * KiB), early(3 * KiB), more(3 * KiB), guess(9 * KiB);
     transfer_group group_plug, group_background, group_demand;
@@ -520,7 +540,8 @@ TEST(demand_goes_before_background) {
 TEST(what_somebody_waits_for_leaves_the_background) {
     latch begun;
     latch go;
-    memory_fixture f(64 * KiB, 1, 1, 4 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t { begun.open(); go.wait(); return (int64_t) size; });
+    memory_fixture f(64 * KiB, 1, 1, 4 * KiB, [&](int32_t, uint64_t size, uint64_t) -> int64_t { begun.open(); go.wait(); return (int64_t) size; },
+        false, 1);
 
     guarded_buffer plug(1), first(KiB), wanted(9 * KiB), demand(KiB), second(KiB);
     transfer_group group_plug, group_background, group_wanted, group_demand;
@@ -734,81 +755,12 @@ TEST(an_unused_reader_ends) {
 // real files
 //
 
-// A file in the working directory (/tmp is often a file system without direct reads), gone by name at once: whoever reads it
-// afterwards goes through the descriptor.
-class real_file {
-public:
-    explicit real_file(const std::string & text) {
-        char path[] = "test-reader-XXXXXX";
-        fd = mkstemp(path);
-        CHECK(fd >= 0);
-        CHECK(unlink(path) == 0);
-        CHECK_EQ(write(fd, text.data(), text.size()), (ssize_t) text.size());
-        CHECK(fsync(fd) == 0);
-    }
-    ~real_file() {
-        if (fd >= 0) {
-            close(fd);
-        }
-    }
-
-    // written pages are in the cache: put them out
-    void drop_cache() { CHECK(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0); }
-
-    std::vector<bool> cached_pages() const {
-        struct stat st;
-        CHECK(fstat(fd, &st) == 0);
-        const size_t page   = sysconf(_SC_PAGESIZE);
-        const size_t n_page = (st.st_size + page - 1) / page;
-        void * map = mmap(nullptr, st.st_size, PROT_READ, MAP_SHARED, fd, 0);
-        CHECK(map != MAP_FAILED);
-        std::vector<unsigned char> resident(n_page);
-        CHECK(mincore(map, st.st_size, resident.data()) == 0);
-        munmap(map, st.st_size);
-        std::vector<bool> out(n_page);
-        for (size_t i = 0; i < n_page; ++i) {
-            out[i] = resident[i] & 1;
-        }
-        return out;
-    }
-
-    int fd;
-};
-
-static int32_t n_open_descriptors() {
-    DIR * dir = opendir("/proc/self/fd");
-    CHECK(dir != nullptr);
-    int32_t n = 0;
-    while (readdir(dir)) {
-        n++;
-    }
-    closedir(dir);
-    return n;
-}
-
-// Does this file system read directly at all? Asked without the code under test.
-static bool direct_reads_possible(const real_file & file) {
-    const int fd = open(("/proc/self/fd/" + std::to_string(file.fd)).c_str(), O_RDONLY | O_DIRECT);
-    if (fd < 0) {
-        return false;
-    }
-    void * buf = nullptr;
-    CHECK(posix_memalign(&buf, 4096, 4096) == 0);
-    const bool works = pread(fd, buf, 4096, 0) > 0;
-    free(buf);
-    close(fd);
-    return works;
-}
-
-static void skip_without_direct_reads(const real_file & file) {
-    if (!direct_reads_possible(file)) {
-        skip_test("the file system of the working directory refuses O_DIRECT");
-    }
-}
-
 static std::unique_ptr<file_source> open_source(const std::vector<open_file> & files, io_mode mode) {
     std::string error;
-    auto source = make_file_source(files, mode, error);
+    if (test_backend == io_backend::uring && !uring_works(error)) {
+        skip_test(error);
+    }
+    auto source = make_file_source(files, mode, error, test_backend);
     if (!source) {
         check_failed(__FILE__, __LINE__, error);
     }
@@ -834,7 +786,7 @@ static void read_real_files(io_mode mode) {
     c.reset();
 
     const std::string * texts[] = { &text_a, &text_b, &text_c };
-    reader r(std::move(source), 3, 16 * KiB);
+    reader r(std::move(source), 3, 16 * KiB, false, test_depth);
     test_random rnd(11);
     for (int32_t round = 0; round < 60; ++round) {
         std::vector<std::unique_ptr<guarded_buffer>> to;
@@ -867,7 +819,7 @@ static void truncate_real_file(io_mode mode) {
     if (mode == io_mode::direct) {
         skip_without_direct_reads(file);
     }
-    reader r(open_source({ { file.fd, "model-00002-of-00003.gguf" } }, mode), 2, 16 * KiB);
+    reader r(open_source({ { file.fd, "model-00002-of-00003.gguf" } }, mode), 2, 16 * KiB, false, test_depth);
     CHECK(ftruncate(file.fd, 20000) == 0);
     guarded_buffer to(30 * KiB);
     guarded_buffer before(19 * KiB);
@@ -902,7 +854,7 @@ TEST(direct_reads_stay_out_of_the_page_cache) {
     if (std::find(pages.begin(), pages.end(), true) != pages.end()) {
         skip_test("this file system does not drop cached pages when asked to");
     }
-    reader r(open_source({ { file.fd, "f" } }, io_mode::direct), 2, 64 * KiB);
+    reader r(open_source({ { file.fd, "f" } }, io_mode::direct), 2, 64 * KiB, false, test_depth);
     guarded_buffer to(200 * KiB);
     transfer_group group;
     r.submit(group, { read_of(1, 1001, to) }, urgency::demand);
@@ -949,7 +901,7 @@ TEST(the_loaders_descriptor_is_left_alone) {
         }
         CHECK_EQ(lseek(file.fd, 1234, SEEK_SET), 1234);
         const int flags = fcntl(file.fd, F_GETFL);
-        reader r(open_source({ { file.fd, "f" } }, mode), 1, 16 * KiB);
+        reader r(open_source({ { file.fd, "f" } }, mode), 1, 16 * KiB, false, test_depth);
         guarded_buffer to(40 * KiB);
         transfer_group group;
         r.submit(group, { read_of(1, 10, to) }, urgency::demand);
@@ -1007,7 +959,7 @@ TEST(a_pipe_is_refused_for_direct_reads) {
 TEST(a_real_error_reaches_the_group) {
     const int dir = open(".", O_RDONLY | O_DIRECTORY);
     CHECK(dir >= 0);
-    reader r(open_source({ { dir, "some-directory" } }, io_mode::buffered), 1, 4 * KiB);
+    reader r(open_source({ { dir, "some-directory" } }, io_mode::buffered), 1, 4 * KiB, false, test_depth);
     close(dir);
     guarded_buffer to(10);
     transfer_group group;
