@@ -4,8 +4,9 @@
 // llama_model_params::kv_overrides (llama_model_params itself is mirrored by bindings and gets no field):
 //
 //   moestream.slots       int   slots per MoE layer; MOE_SLOTS_ALL, MOE_SLOTS_AUTO; absent or 0: streaming is off
-//   moestream.io_threads  int   workers that read, 1..256 (default 4)
+//   moestream.io_threads  int   reads under way, 1..256 (default: 4, or what measures better at start)
 //   moestream.io          str   "auto", "direct" or "buffered" (default auto)
+//   moestream.io_backend  str   "auto", "threads" or "uring" (default auto)
 //   moestream.policy      str   "lru" or "lfu" (default lru)
 //   moestream.staging     str   "auto", "full" or "ring" (default auto)
 //   moestream.overlap     bool  compute the shared FFN and with experts that are there while others are read (default true)

@@ -93,7 +93,7 @@ const std::vector<moe_flag> & moe_flags() {
         },
         {
             "--moe-io-threads", "N",
-            "threads that read experts (default: 4)",
+            "reads of experts at a time, by as many threads or by io_uring (default: 4, or what measures better at start)",
             "LLAMA_ARG_MOE_IO_THREADS",
             [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
                 set_int(overrides, "moestream.io_threads",
@@ -102,7 +102,8 @@ const std::vector<moe_flag> & moe_flags() {
         },
         {
             "--moe-io", "auto|direct|buffered",
-            "how experts are read: past the page cache, through it, or the former when the experts exceed free memory (default: auto)",
+            "how experts are read: past the page cache, through it, or the former when the experts exceed free memory and the drive, measured\n"
+            "at start, is not much slower that way (default: auto)",
             "LLAMA_ARG_MOE_IO",
             [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
                 moe::io_mode mode;
@@ -110,6 +111,18 @@ const std::vector<moe_flag> & moe_flags() {
                     refuse("--moe-io", value, "'auto', 'direct' or 'buffered'");
                 }
                 set_str(overrides, "moestream.io", value);
+            },
+        },
+        {
+            "--moe-io-backend", "auto|threads|uring",
+            "what keeps reads under way: threads that sleep, or io_uring; auto: threads, unless io_uring measures better at start (default: auto)",
+            "LLAMA_ARG_MOE_IO_BACKEND",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                moe::io_backend backend;
+                if (!moe::io_backend_from_name(value, backend)) {
+                    refuse("--moe-io-backend", value, "'auto', 'threads' or 'uring'");
+                }
+                set_str(overrides, "moestream.io_backend", value);
             },
         },
         {

@@ -5,7 +5,9 @@
 #include "budget.h"
 #include "header-check.h"
 #include "moe-gate.h"
+#include "io-probe.h"
 #include "stream.h"
+#include "uring.h"
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpp.h"
@@ -24,8 +26,10 @@
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <random>
 #include <regex>
 #include <stdexcept>
+#include <thread>
 #include <unordered_set>
 
 #include <fcntl.h>
@@ -213,8 +217,7 @@ struct layer_shape {
 struct moe_stream : std::enable_shared_from_this<moe_stream> {
     // settings
     int64_t          slots_wanted = 0;
-    int32_t          io_threads   = 4;
-    moe::io_mode     io           = moe::io_mode::automatic;
+    moe::io_wish     io;
     moe::policy_kind policy       = moe::policy_kind::lru;
     bool             overlap      = true;
     staging_kind     staging_wanted = staging_kind::automatic;
@@ -512,11 +515,16 @@ static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
         if (o->val_i64 < 1 || o->val_i64 > 256) {
             throw std::runtime_error(format("--moe-io-threads %lld: expected 1 to 256", (long long) o->val_i64));
         }
-        moe.io_threads = (int32_t) o->val_i64;
+        moe.io.n_in_flight = (int32_t) o->val_i64;
     }
     if (const auto * o = setting(ml, "moestream.io", LLAMA_KV_OVERRIDE_TYPE_STR)) {
-        if (!moe::io_mode_from_name(o->val_str, moe.io)) {
+        if (!moe::io_mode_from_name(o->val_str, moe.io.mode)) {
             throw std::runtime_error(format("--moe-io '%s': expected auto, direct or buffered", o->val_str));
+        }
+    }
+    if (const auto * o = setting(ml, "moestream.io_backend", LLAMA_KV_OVERRIDE_TYPE_STR)) {
+        if (!moe::io_backend_from_name(o->val_str, moe.io.backend)) {
+            throw std::runtime_error(format("--moe-io-backend '%s': expected auto, threads or uring", o->val_str));
         }
     }
     if (const auto * o = setting(ml, "moestream.policy", LLAMA_KV_OVERRIDE_TYPE_STR)) {
@@ -716,7 +724,7 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         const uint64_t reserve = moe.memory.available_bytes / 20 + std::min<uint64_t>(512ull << 20, moe.memory.available_bytes / 10);
         b.available_bytes = moe.memory.available_bytes - reserve;
         b.resident_bytes  = moe.dense_bytes + kv_bytes + compute_bytes_estimate(hparams, plan, n_used_max)
-            + moe.io_threads * moe::reader::default_chunk_size;
+            + (moe.io.n_in_flight > 0 ? moe.io.n_in_flight : moe::max_in_flight) * moe::reader::default_chunk_size;
         b.slot_bytes      = slot_bytes;
         b.n_expert        = (int32_t) n_expert_max;
 
@@ -756,7 +764,8 @@ std::shared_ptr<moe_stream> moe_load_begin(
     if (!slots || slots->val_i64 == 0) {
         static const std::pair<const char *, const char *> needs_slots[] = {
             { "moestream.io_threads", "--moe-io-threads" }, { "moestream.io", "--moe-io" },
-            { "moestream.policy", "--moe-policy" }, { "moestream.overlap", "--moe-overlap" }, { "moestream.staging", "--moe-staging" },
+            { "moestream.io_backend", "--moe-io-backend" }, { "moestream.policy", "--moe-policy" }, { "moestream.overlap", "--moe-overlap" },
+            { "moestream.staging", "--moe-staging" },
         };
         for (const auto & [key, flag] : needs_slots) {
             if (ml.kv_overrides.count(key)) {
@@ -920,35 +929,85 @@ static void add_gate(moe_stream & moe, const ggml_tensor * w, int32_t i_layer, i
     moe.layer_gates[2 * i_layer + staged].push_back(&g);
 }
 
-static std::string choose_io(moe_stream & moe, const std::vector<moe::open_file> & files, std::unique_ptr<moe::file_source> & source) {
-    std::string error;
-    if (moe.io != moe::io_mode::automatic) {
-        source = moe::make_file_source(files, moe.io, error);
-        if (!source) {
-            throw std::runtime_error(format("--moe-io %s: %s; hint: --moe-io %s", moe::io_mode_name(moe.io), error.c_str(),
-                    moe.io == moe::io_mode::direct ? "buffered" : "direct"));
+// Decides how to read, opens the files for it, and writes into the report what is in force and why.
+static void open_files(moe_stream & moe, const std::vector<moe::open_file> & files, std::unique_ptr<moe::file_source> & source) {
+    moe::stream_report & r = moe.report;
+    moe::io_wish wish = moe.io;
+    std::string no_uring;
+    if (wish.backend != moe::io_backend::threads && !moe::uring_works(no_uring)) {
+        if (wish.backend == moe::io_backend::automatic) {
+            no_uring.clear(); // nobody asked for it
         }
-        moe.report.io_reason = "as asked";
-        return moe::io_mode_name(moe.io);
+        wish.backend = moe::io_backend::threads;
     }
     // through the page cache only if it can hold the experts beside everything else
     const uint64_t need = moe.expert_bytes + moe.dense_bytes + ggml_nbytes(moe.layers.begin()->second[0].pool);
-    if (moe.memory.available_bytes > 0 && need > moe.memory.available_bytes) {
-        source = moe::make_file_source(files, moe::io_mode::direct, error);
-        if (source) {
-            moe.report.io_reason = format("%.1f GiB of experts exceed the %.1f GiB available (%s)", moe.expert_bytes / 1073741824.0,
-                    moe.memory.available_bytes / 1073741824.0, moe.memory.limited_by.c_str());
-            return moe::io_mode_name(moe::io_mode::direct);
-        }
-        moe.report.io_reason = error;
+    const bool     fits = moe.memory.available_bytes == 0 || need <= moe.memory.available_bytes;
+
+    moe::probe_result probe;
+    if (wish.mode != moe::io_mode::automatic) {
+        probe.note = "--moe-io says how to read";
+    } else if (fits && wish.n_in_flight > 0) {
+        probe.note = "nothing is left to choose";
+    } else if (moe.expert_bytes < moe::probe_bytes_min) {
+        probe.note = "the experts are few";
     } else {
-        moe.report.io_reason = "the page cache can hold the experts";
+        moe::probe_plan plan;
+        plan.buffered = !fits;
+        plan.threads  = wish.backend != moe::io_backend::uring;
+        plan.uring    = wish.backend != moe::io_backend::threads;
+        plan.seed     = std::random_device()();
+        if (wish.n_in_flight > 0) {
+            plan.in_flight = { wish.n_in_flight };
+        }
+        std::vector<moe::probe_place> places;
+        for (const auto & [il, tensors] : moe.layers) {
+            for (const file_tensor & t : tensors) {
+                places.push_back({ (int32_t) t.file, t.offset, t.expert_bytes, (int32_t) t.n_expert });
+            }
+        }
+        probe = moe::probe_io(files, places, plan);
     }
-    source = moe::make_file_source(files, moe::io_mode::buffered, error);
+
+    moe::io_choice choice = moe::choose_io(wish, fits, probe);
+    std::string error;
+    source = moe::make_file_source(files, choice.mode, error, choice.backend);
+    if (!source && wish.mode == moe::io_mode::automatic && choice.mode == moe::io_mode::direct) {
+        probe.direct_refusal = error; // it was not measured
+        choice = moe::choose_io(wish, fits, probe);
+        source = moe::make_file_source(files, choice.mode, error, choice.backend);
+    }
     if (!source) {
-        throw std::runtime_error(error);
+        throw std::runtime_error(wish.mode == moe::io_mode::automatic ? error : format("--moe-io %s: %s; hint: --moe-io %s",
+                moe::io_mode_name(wish.mode), error.c_str(), wish.mode == moe::io_mode::direct ? "buffered" : "direct"));
     }
-    return moe::io_mode_name(moe::io_mode::buffered);
+
+    if (wish.mode != moe::io_mode::automatic) {
+        r.io_reason = "as asked";
+    } else if (fits) {
+        r.io_reason = "the page cache can hold the experts";
+    } else if (!probe.direct_refusal.empty()) {
+        r.io_reason = probe.direct_refusal;
+    } else {
+        r.io_reason = format("%.1f GiB of experts exceed the %.1f GiB available (%s)%s", moe.expert_bytes / 1073741824.0,
+                moe.memory.available_bytes / 1073741824.0, moe.memory.limited_by.c_str(),
+                choice.buffered_is_faster ? ", but buffered reads are much faster" : "");
+    }
+    if (!no_uring.empty()) {
+        r.io_reason += "; no io_uring: " + no_uring;
+    }
+    if (!choice.measured.empty()) {
+        r.io_reason += "; measured: " + choice.measured;
+    }
+    r.io_requested  = moe::io_mode_name(moe.io.mode);
+    r.io_mode       = moe::io_mode_name(choice.mode);
+    r.io_backend    = moe::io_backend_name(choice.backend);
+    r.io_in_flight  = choice.n_in_flight;
+    r.io_threads    = moe::n_workers(choice.backend, choice.n_in_flight, (int32_t) std::thread::hardware_concurrency());
+    r.io_probe_note = probe.note;
+    for (const moe::probe_rate & p : probe.rates) {
+        r.io_probe.push_back({ moe::io_mode_name(p.mode), moe::io_backend_name(p.backend), p.n_in_flight, p.bytes_per_s });
+    }
 }
 
 // of the tests' switches: 0 is off
@@ -1031,9 +1090,7 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
 
     moe::stream_report & r = moe->report;
     std::unique_ptr<moe::file_source> source;
-    r.io_mode         = choose_io(*moe, files, source);
-    r.io_requested    = moe::io_mode_name(moe->io);
-    r.io_threads      = moe->io_threads;
+    open_files(*moe, files, source);
     r.model           = base_name(files[0].name);
     r.n_slot          = moe->n_slot;
     r.slots_requested = moe->slots_wanted == MOE_SLOTS_ALL ? "all" : moe->slots_wanted == MOE_SLOTS_AUTO ? "auto" : std::to_string(moe->slots_wanted);
@@ -1064,7 +1121,8 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     opt.staging    = moe->staging ? (uint8_t *) moe->staging->data : nullptr;
     opt.half_bytes = moe->half_bytes;
     opt.n_ring     = moe->n_ring;
-    auto io = std::make_unique<moe::reader>(std::move(source), moe->io_threads, moe::reader::default_chunk_size, n_repacked > 0);
+    auto io = std::make_unique<moe::reader>(std::move(source), r.io_threads, moe::reader::default_chunk_size, n_repacked > 0,
+            r.io_in_flight / r.io_threads);
     moe->stream = std::make_unique<moe::stream>(opt, std::move(descs), std::move(io));
 }
 
@@ -1131,7 +1189,8 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
     if (first) {
         LLAMA_LOG_WARN("moestream: streaming %s: %zu MoE layers, %d of %d experts a layer in slots (--moe-slots %s), %d used per token\n",
                 r.model.c_str(), moe->layers.size(), r.n_slot, r.n_expert, r.slots_requested.c_str(), r.n_expert_used);
-        LLAMA_LOG_WARN("moestream: reads: %s, %d threads (%s); policy %s; overlap %s; experts on the %s\n", r.io_mode.c_str(), r.io_threads,
+        LLAMA_LOG_WARN("moestream: reads: %s, %d in flight by %d %s (%s); policy %s; overlap %s; experts on the %s\n", r.io_mode.c_str(),
+                r.io_in_flight, r.io_threads, r.io_backend == moe::io_backend_name(moe::io_backend::uring) ? "threads with io_uring" : "threads",
                 r.io_reason.c_str(), r.policy.c_str(), r.overlap ? "on" : "off", r.placement.c_str());
         LLAMA_LOG_WARN("moestream: kernels: experts %s, dense weights %s; same bits as %s\n", r.kernels_expert.c_str(), r.kernels_dense.c_str(),
                 r.same_bits_as.c_str());

@@ -4,6 +4,7 @@ set(MOESTREAM_SOURCES
     budget.cpp
     expert-ring.cpp
     header-check.cpp
+    io-probe.cpp
     moe-hooks.cpp
     policy.cpp
     reader.cpp

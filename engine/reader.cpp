@@ -341,6 +341,23 @@ uint64_t reader::bounce_size() const {
     return chunk_size + 2ull * source->alignment();
 }
 
+// What is read at once of a transfer, from pos on: pieces of about the same size, that meet between two blocks of a direct read, or between
+// two units of a conversion.
+uint64_t reader::next_piece(const transfer & t, uint64_t pos) const {
+    const uint64_t rest = t.size - pos;
+    if (rest <= chunk_size) {
+        return rest;
+    }
+    if (t.convert) {
+        return chunk_size / t.convert->unit() * t.convert->unit();
+    }
+    const uint64_t align = source->alignment();
+    const uint64_t begin = t.offset + pos;
+    const uint64_t share = rest / ((rest + chunk_size - 1) / chunk_size);
+    const uint64_t end   = std::max((begin + share) / align, begin / align + 1) * align;
+    return std::min(end - begin, rest);
+}
+
 void reader::submit(transfer_group & group, const std::vector<transfer> & transfers, urgency how) noexcept {
     size_t n_jobs = 0;
     {
@@ -357,8 +374,7 @@ void reader::submit(transfer_group & group, const std::vector<transfer> & transf
                     continue;
                 }
                 for (uint64_t pos = 0; pos < t.size; ) {
-                    const uint64_t to_boundary = t.convert ? chunk_size / t.convert->unit() * t.convert->unit() : chunk_size - (t.offset + pos) % chunk_size;
-                    const uint64_t size        = std::min(t.size - pos, to_boundary);
+                    const uint64_t size = next_piece(t, pos);
                     queue.push_back({ &group, { t.tag, t.file, t.offset + pos, size, (uint8_t *) t.dst + pos, nullptr, t.convert, t.lands } });
                     pos += size;
                 }

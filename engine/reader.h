@@ -4,8 +4,7 @@
 //
 // A transfer copies `size` bytes to `dst`, from a file (positional read) or from memory. Transfers are submitted in groups;
 // whoever needs the bytes sleeps in transfer_group::wait(). Demand transfers are always taken before background ones.
-// Large reads are cut at multiples of the chunk size of the file, so that several workers share one and direct reads overlap
-// in no block.
+// Reads larger than the chunk size are cut into even pieces, so that several workers share one and direct reads overlap in no block.
 //
 // Errors never throw in a worker, and none of submit(): the group remembers the first one in full (operation, file, offset, length,
 // reason) and every failed tag. Memory that runs out on the way is such an error.
@@ -216,6 +215,7 @@ private:
     };
 
     uint64_t bounce_size() const;
+    uint64_t next_piece(const transfer & t, uint64_t pos) const;
     void work(worker & w);
     void stop();
     bool take(worker & w);

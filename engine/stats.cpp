@@ -109,6 +109,12 @@ std::string stats_json(const stream_report & r, const stream_stats & s) {
     totals.add("tokens_decode", s.tokens_decode.load()).add("tokens_prefill", s.tokens_prefill.load())
         .add("read_errors", s.read_errors.load());
 
+    std::string rates;
+    for (const stream_report::probe_figure & f : r.io_probe) {
+        rates += (rates.empty() ? "" : ",") + json_object().add("mode", f.mode).add("backend", f.backend).add("in_flight", f.n_in_flight)
+            .add("bytes_per_s", f.bytes_per_s).str();
+    }
+
     const memory_report & m = r.memory;
     return json_object()
         .add("schema", schema)
@@ -121,7 +127,8 @@ std::string stats_json(const stream_report & r, const stream_stats & s) {
         .add("slots_requested", r.slots_requested)
         .add("policy", r.policy)
         .raw("io", json_object().add("mode", r.io_mode).add("requested", r.io_requested).add("reason", r.io_reason)
-            .add("threads", r.io_threads).str())
+            .add("threads", r.io_threads).add("backend", r.io_backend).add("in_flight", r.io_in_flight)
+            .raw("probe", json_object().add("note", r.io_probe_note).raw("rates", "[" + rates + "]").str()).str())
         .add("overlap", r.overlap)
         .add("staging", r.staging)
         .add("placement", r.placement)

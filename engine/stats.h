@@ -48,7 +48,17 @@ struct stream_report {
     std::string io_mode;        // "direct" or "buffered"
     std::string io_requested;   // as given
     std::string io_reason;
+    std::string io_backend;     // "threads" or "uring"
     int32_t     io_threads    = 0;
+    int32_t     io_in_flight  = 0; // reads, by all threads together
+    std::string io_probe_note;  // why reads were not measured at start, or not all; empty: they were
+    struct probe_figure {
+        std::string mode;
+        std::string backend;
+        int32_t     n_in_flight;
+        uint64_t    bytes_per_s;
+    };
+    std::vector<probe_figure> io_probe;
     bool        overlap       = true;
     std::string staging;        // "full width", "ring of N", "none"
     std::string placement;      // where the expert matmuls run

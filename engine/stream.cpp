@@ -504,6 +504,9 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
             }
         }
         write_any_ids(chosen, l.desc.n_expert, ids_out);
+        if (is_late) {
+            settle_half(h, *l.stats); // what was read ahead is among these rows, and nobody waits for it
+        }
         return;
     }
     list_last(l, chosen);

@@ -63,7 +63,10 @@ def test_what_is_in_force(server: LlamaServer, demo: Path) -> None:
     assert stats["model"] == demo.name
     assert (stats["n_layer_moe"], stats["n_expert"], stats["n_expert_used"]) == (8, 64, 6)
     assert (stats["slots"], stats["slots_requested"], stats["policy"], stats["overlap"]) == (SLOTS, str(SLOTS), "lru", True)
-    assert stats["io"] == {"mode": "direct", "requested": "direct", "reason": "as asked", "threads": 3}
+    assert stats["io"] == {
+        "mode": "direct", "requested": "direct", "reason": "as asked", "threads": 3, "backend": "threads", "in_flight": 3,
+        "probe": {"note": "--moe-io says how to read", "rates": []},
+    }  # fmt: skip
     assert (stats["placement"], stats["kernels"]) == (
         "cpu",
         {"experts": "plain", "dense": "plain", "same_bits_as": "stock llama.cpp with --no-repack"},

@@ -75,6 +75,8 @@ def test_repacked_demo(demo: Path) -> None:
 @pytest.mark.parametrize("arguments", [
     ("--moe-io", "direct"),
     ("--moe-io", "buffered"),
+    ("--moe-io", "direct", "--moe-io-backend", "uring"),
+    ("--moe-io", "buffered", "--moe-io-backend", "uring", "--moe-io-threads", "32"),
     ("--moe-policy", "lfu"),
     ("--moe-overlap", "off"),
     ("--moe-io-threads", "1"),
@@ -131,6 +133,12 @@ def test_symlinked_shards(model: Callable[[str, str], Path], tmp_path: Path) -> 
 def test_demo(demo: Path, arguments: tuple[str, ...], env: dict[str, str]) -> None:
     # 6 are used: at 8 slots only T = 1 fits into them, at 64 every T does
     assert compare(demo, "--slots", "6,8,64", *arguments, env=env) == {"slots": 5, "staging": 4}
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+@pytest.mark.parametrize("backend", ["threads", "uring"])
+def test_demo_read_by(demo: Path, io: str, backend: str) -> None:
+    assert compare(demo, "--repack", "--slots", "6,8,64", "--moe-io", io, "--moe-io-backend", backend) == {"slots": 5, "staging": 4}
 
 
 @pytest.mark.parametrize("layout", ["qwen2moe", "openai-moe", "gemma4"])

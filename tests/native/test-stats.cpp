@@ -195,6 +195,28 @@ TEST(names_are_escaped) {
     }
 }
 
+TEST(what_was_measured_of_the_drive_is_told) {
+    stream_stats s;
+    stream_report r;
+    r.io_backend    = "uring";
+    r.io_in_flight  = 6;
+    r.io_threads    = 2;
+    r.io_probe_note = "slow";
+    r.io_probe      = { { "direct", "threads", 1, 700000000 }, { "buffered", "uring", 8, 5000000000 } };
+    const json_value v = parse(stats_json(r, s));
+    const json_value & io = v.at("io");
+    CHECK_EQ(io.at("backend").scalar, "uring");
+    CHECK_EQ(io.at("in_flight").scalar, "6");
+    CHECK_EQ(io.at("threads").scalar, "2");
+    CHECK_EQ(io.at("probe").at("note").scalar, "slow");
+    const auto & rates = io.at("probe").at("rates").array;
+    CHECK_EQ(rates.size(), 2u);
+    CHECK_EQ(rates[1].at("mode").scalar, "buffered");
+    CHECK_EQ(rates[1].at("backend").scalar, "uring");
+    CHECK_EQ(rates[1].at("in_flight").scalar, "8");
+    CHECK_EQ(rates[1].at("bytes_per_s").scalar, "5000000000");
+}
+
 // a file name may hold any bytes; clients refuse a document that is no UTF-8
 TEST(bytes_that_are_no_utf8_are_replaced) {
     const std::string mark = "\xef\xbf\xbd"; // U+FFFD
