@@ -10,6 +10,7 @@
 //   moestream.policy      str   "lru" or "lfu" (default lru)
 //   moestream.staging     str   "auto", "full" or "ring" (default auto)
 //   moestream.overlap     bool  compute the shared FFN and with experts that are there while others are read (default true)
+//   moestream.files       int   from moe_add_files(): paths, for which an override has too little room
 // What slots "auto" leaves room for:
 //   moestream.n_ctx       int   the context; 0: the model's own
 //   moestream.n_ubatch    int   tokens that are computed at once (default 512)
@@ -45,6 +46,23 @@ void moe_log_errors(enum ggml_log_level level, const char * text, void * user_da
 
 // overrides terminated as upstream wants it, null when there are none; valid while overrides lives unchanged
 const llama_model_kv_override * moe_overrides_data(std::vector<llama_model_kv_override> & overrides);
+
+// Paths of files that the engine reads and writes for a model, null where there is none.
+struct moe_files {
+    size_t       size;  // sizeof(moe_files), as the caller knows it; fields behind it are taken as null, or left alone
+    const char * trace;
+    const char * map;
+};
+
+// Keeps a copy and returns its number, the value of the key moestream.files in every load that these are for; the same number for the same
+// paths. Never freed: a model may be loaded again at any time, from the same overrides.
+extern "C" LLAMA_API int64_t moe_add_files(const struct moe_files * files);
+
+// false: there is no such number
+extern "C" LLAMA_API bool moe_get_files(int64_t number, struct moe_files * files);
+
+// one of them, beside those that are set
+void moe_set_file(std::vector<llama_model_kv_override> & overrides, const char * moe_files::* file, const std::string & path);
 
 bool moe_is_on (const std::vector<llama_model_kv_override> & overrides);
 void moe_clear (std::vector<llama_model_kv_override> & overrides); // drop ours, keep the user's

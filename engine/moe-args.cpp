@@ -54,6 +54,15 @@ static void set_bool(std::vector<llama_model_kv_override> & overrides, const cha
     o.val_bool = value;
 }
 
+void moe_set_file(std::vector<llama_model_kv_override> & overrides, const char * moe_files::* file, const std::string & path) {
+    moe_files files = { sizeof(files), nullptr, nullptr };
+    if (const auto * o = find(overrides, "moestream.files")) {
+        moe_get_files(o->val_i64, &files);
+    }
+    files.*file = path.c_str();
+    set_int(overrides, "moestream.files", moe_add_files(&files));
+}
+
 [[noreturn]] static void refuse(const char * flag, const std::string & value, const char * wanted) {
     throw std::invalid_argument(std::string(flag) + " '" + value + "': expected " + wanted);
 }

@@ -222,6 +222,7 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     bool             overlap      = true;
     staging_kind     staging_wanted = staging_kind::automatic;
     bool             extra_bufts  = true; // upstream's --repack
+    moe_files        files        = { sizeof(moe_files), nullptr, nullptr };
 
     // layout
     std::map<int32_t, std::vector<file_tensor>> layers; // by block number
@@ -510,6 +511,16 @@ static const llama_model_kv_override * setting(const llama_model_loader & ml, co
     return &it->second;
 }
 
+static moe_files read_files(const llama_model_loader & ml) {
+    moe_files files = { sizeof(files), nullptr, nullptr };
+    if (const auto * o = setting(ml, "moestream.files", LLAMA_KV_OVERRIDE_TYPE_INT)) {
+        if (!moe_get_files(o->val_i64, &files)) {
+            throw std::runtime_error(format("setting 'moestream.files' is %lld: expected a number from moe_add_files()", (long long) o->val_i64));
+        }
+    }
+    return files;
+}
+
 static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
     if (const auto * o = setting(ml, "moestream.io_threads", LLAMA_KV_OVERRIDE_TYPE_INT)) {
         if (o->val_i64 < 1 || o->val_i64 > 256) {
@@ -545,6 +556,7 @@ static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
     if (moe.staging_wanted == staging_kind::ring && !moe.overlap) {
         throw std::runtime_error("--moe-staging ring cannot be combined with --moe-overlap off: matmuls wait for what passes through the ring; hint: leave out one of them");
     }
+    moe.files = read_files(ml);
 }
 
 static void refuse_combinations(const moe_stream & moe, const llama_model_loader & ml, const llama_model_params & params,

@@ -5,6 +5,7 @@ set(MOESTREAM_SOURCES
     expert-ring.cpp
     header-check.cpp
     io-probe.cpp
+    moe-files.cpp
     moe-hooks.cpp
     policy.cpp
     reader.cpp

@@ -197,6 +197,7 @@ def test_saving_and_training(tmp_path: Path) -> None:
         "slots as text: refused",
         "slots -7: refused",
         "2^30 threads: refused",
+        "files that nobody added: refused",
         "threads without slots: refused",
         f"save: {SAVING}",
         f"train: {TRAINING}",
@@ -207,6 +208,7 @@ def test_saving_and_training(tmp_path: Path) -> None:
         "setting 'moestream.slots' has the wrong type",
         "setting 'moestream.slots' is -7: expected a number of slots, -1 (auto) or -2 (all)",
         "--moe-io-threads 1073741824: expected 1 to 256",
+        "setting 'moestream.files' is 3: expected a number from moe_add_files()",
         "--moe-io-threads does nothing without --moe-slots",
     ):
         assert why in done.stderr

@@ -68,6 +68,10 @@ int main(int argc, char ** argv) {
     threads.tag     = LLAMA_KV_OVERRIDE_TYPE_INT;
     threads.val_i64 = 1 << 30;
     printf("2^30 threads: %s\n", load(argv[1], slots, threads) ? "loaded" : "refused");
+    llama_model_kv_override files = setting("moestream.files");
+    files.tag     = LLAMA_KV_OVERRIDE_TYPE_INT;
+    files.val_i64 = 3;
+    printf("files that nobody added: %s\n", load(argv[1], slots, files) ? "loaded" : "refused");
     printf("threads without slots: %s\n", load(argv[1], threads) ? "loaded" : "refused");
 
     llama_model * model = load(argv[1], slots);
