@@ -205,6 +205,14 @@ struct part_gate : moe_gate {
 
 // how batches are served that the slots cannot hold: through halves as wide as a layer, or through a ring
 enum class staging_kind { automatic, full, ring };
+// where the fingerprint of a block that has experts comes from
+struct block_identity {
+    int32_t  layer;
+    int32_t  n_expert;
+    uint32_t router_file   = 0;
+    uint64_t router_offset = 0; // bytes
+    uint64_t router_bytes  = 0; // 0: no router of the usual name
+};
 
 // what decides how a batch is served, known before there is a stream
 struct layer_shape {
@@ -226,6 +234,7 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
 
     // layout
     std::map<int32_t, std::vector<file_tensor>> layers; // by block number
+    std::vector<block_identity> identity;               // of the file, also of blocks that the model does not use
     int32_t      n_slot       = 0;
     uint64_t     expert_bytes = 0; // of all experts in the files
     uint64_t     dense_bytes  = 0; // of everything else
@@ -615,6 +624,16 @@ static void find_experts(moe_stream & moe, const llama_model_loader & ml, const 
             }
             moe.expert_bytes += ggml_nbytes(w->tensor);
             moe.layers[(int32_t) il].push_back(std::move(t));
+        }
+        const auto it = moe.layers.find((int32_t) il);
+        if (it != moe.layers.end()) {
+            block_identity b = { (int32_t) il, (int32_t) it->second[0].n_expert };
+            if (const auto * w = ml.get_weight(format("blk.%u.ffn_gate_inp.weight", il).c_str())) {
+                b.router_file   = w->idx;
+                b.router_offset = w->offs;
+                b.router_bytes  = ggml_nbytes(w->tensor);
+            }
+            moe.identity.push_back(b);
         }
     }
     moe.dense_bytes = ml.n_bytes - moe.expert_bytes;
@@ -1045,6 +1064,47 @@ static std::string base_name(const std::string & path) {
     return path.substr(path.find_last_of('/') + 1);
 }
 
+static uint64_t fnv1a(uint64_t h, const void * data, size_t size) {
+    for (size_t i = 0; i < size; ++i) {
+        h = (h ^ ((const uint8_t *) data)[i]) * 0x100000001b3u;
+    }
+    return h;
+}
+
+// What traces and maps of this model are known by (docs/traces.md), the same for every type that its experts may have. Python's twin is
+// moestream/routing/fingerprint.py.
+static std::string fingerprint_of(const moe_stream & moe, const std::string & arch, const std::vector<moe::open_file> & files) {
+    std::string error;
+    const auto source = moe::make_file_source(files, moe::io_mode::buffered, error);
+    if (!source) {
+        throw std::runtime_error(error);
+    }
+    uint64_t h = fnv1a(0xcbf29ce484222325u, arch.c_str(), arch.size() + 1);
+    for (const block_identity & b : moe.identity) {
+        uint8_t numbers[8];
+        for (int i = 0; i < 4; ++i) {
+            numbers[i]     = (uint8_t) ((uint32_t) b.layer    >> (8 * i));
+            numbers[i + 4] = (uint8_t) ((uint32_t) b.n_expert >> (8 * i));
+        }
+        h = fnv1a(h, numbers, sizeof(numbers));
+        uint8_t router[4096];
+        const uint64_t size = std::min<uint64_t>(b.router_bytes, sizeof(router));
+        for (uint64_t n = 0; n < size; ) {
+            const int64_t got = source->read_at((int32_t) b.router_file, router + n, size - n, b.router_offset + n);
+            if (got == -EINTR) {
+                continue;
+            }
+            if (got <= 0) {
+                throw std::runtime_error(format("reading the router of layer %d from '%s' failed: %s", b.layer,
+                        files[b.router_file].name.c_str(), got < 0 ? strerror((int) -got) : "the file ends there"));
+            }
+            n += (uint64_t) got;
+        }
+        h = fnv1a(h, router, size);
+    }
+    return format("%016llx", (unsigned long long) h);
+}
+
 void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<const ggml_tensor *, ggml_prec> & prec) {
     if (!moe) {
         return;
@@ -1104,6 +1164,7 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     std::unique_ptr<moe::file_source> source;
     open_files(*moe, files, source);
     r.model           = base_name(files[0].name);
+    r.fingerprint     = fingerprint_of(*moe, ml.arch_name, files);
     r.n_slot          = moe->n_slot;
     r.slots_requested = moe->slots_wanted == MOE_SLOTS_ALL ? "all" : moe->slots_wanted == MOE_SLOTS_AUTO ? "auto" : std::to_string(moe->slots_wanted);
     r.policy          = moe::policy_name(moe->policy);

@@ -120,6 +120,7 @@ std::string stats_json(const stream_report & r, const stream_stats & s) {
         .add("schema", schema)
         .add("streaming", true)
         .add("model", r.model)
+        .add("model_fingerprint", r.fingerprint)
         .add("n_layer_moe", (int32_t) s.layers.size())
         .add("n_expert", r.n_expert)
         .add("n_expert_used", r.n_expert_used)

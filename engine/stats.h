@@ -40,6 +40,7 @@ struct memory_report {
 // what is in force; fixed after loading, but for memory, which the first context completes
 struct stream_report {
     std::string model;          // the file's name, without its folders
+    std::string fingerprint;    // of the model, whatever its file is called
     int32_t     n_expert      = 0;
     int32_t     n_expert_used = 0;
     int32_t     n_slot        = 0; // of the layer with the most

@@ -37,6 +37,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 # The engine's opinion is expert_kinds in engine/moe-hooks.cpp; a test compares the two on every architecture. Like there,
 # grovemoe's chunk experts (chexps) stay resident.
 EXPERT_TENSOR = re.compile(r"blk\.(\d{1,9})\.ffn_(gate|up|down|gate_up)_exps\.weight")
+ROUTER_TENSOR = re.compile(r"blk\.(\d{1,9})\.ffn_gate_inp\.weight")
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 MAX_EXPERTS = 100_000
@@ -96,6 +97,16 @@ class ExpertTensor:
 
 
 @dataclass(frozen=True)
+class Router:
+    """The weights by which a layer chooses its experts, ``blk.N.ffn_gate_inp.weight``; attributes as those of ExpertTensor."""
+
+    layer: int
+    file_index: int
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class GgufFacts:
     """The facts of one model, which may lie in several files.
 
@@ -114,6 +125,7 @@ class GgufFacts:
         n_embd_head_k, n_embd_head_v: width of one key and one value head.
         n_vocab: tokens in the vocabulary, 0 where the header does not say.
         expert_tensors: sorted by layer, then name.
+        routers: sorted by layer; some architectures have none of this name.
         tensor_bytes: all weights.
         metadata: the header's keys; strings, numbers and arrays up to 4096 entries. Longer arrays (the vocabulary) are left
             out.
@@ -135,6 +147,7 @@ class GgufFacts:
     n_embd_head_v: int
     n_vocab: int
     expert_tensors: tuple[ExpertTensor, ...]
+    routers: tuple[Router, ...]
     tensor_bytes: int
     n_tensor: int
     metadata: dict[str, Any] = field(repr=False, default_factory=dict)
@@ -589,6 +602,7 @@ def _facts(files: tuple[Path, ...], headers: list[_Header]) -> GgufFacts:
     vocab_tokens = next((h.array_len["tokenizer.ggml.tokens"] for h in headers if "tokenizer.ggml.tokens" in h.array_len), 0)
 
     experts: list[ExpertTensor] = []
+    routers: list[Router] = []
     seen: dict[str, Path] = {}
     for i, (f, header) in enumerate(zip(files, headers, strict=True)):
         for t in header.tensors:
@@ -599,6 +613,8 @@ def _facts(files: tuple[Path, ...], headers: list[_Header]) -> GgufFacts:
                 if not used[expert.layer]:
                     raise _corrupt(f, f"layer {expert.layer} has experts and uses none: {arch}.expert_used_count is 0")
                 experts.append(expert)
+            if router := ROUTER_TENSOR.fullmatch(t.name):
+                routers.append(Router(int(router[1]), i, t.offset, t.size_bytes))
     total = kv.get("split.tensors.count")
     if len(files) > 1 and isinstance(total, int) and total != len(seen):
         raise _corrupt(path, f"the split set has {len(seen)} tensors, split.tensors.count says {total}")
@@ -620,6 +636,7 @@ def _facts(files: tuple[Path, ...], headers: list[_Header]) -> GgufFacts:
         n_embd_head_v=count("attention.value_length", head),
         n_vocab=count("vocab_size", vocab_tokens),
         expert_tensors=tuple(sorted(experts, key=lambda t: (t.layer, t.name))),
+        routers=tuple(sorted(routers, key=lambda r: r.layer)),
         tensor_bytes=sum(t.size_bytes for h in headers for t in h.tensors),
         n_tensor=len(seen),
         metadata=_merged(h.kv for h in reversed(headers)),
