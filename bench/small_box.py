@@ -505,7 +505,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--slots", default="32", help="per MoE layer: a number, all, auto")
     g.add_argument("--moe-io-threads", type=int, default=0, help="0: the engine's own choice")
     g.add_argument("--moe-io", choices=("auto", "direct", "buffered"), default="auto")
-    g.add_argument("--moe-policy", choices=("lru", "lfu"), default="lru")
+    g.add_argument("--moe-policy", choices=("lru", "lfu", "heat"), default="lru")
     g.add_argument("--moe-overlap", choices=("on", "off"), default="on")
     g.add_argument(
         "--moe-arg", action="append", default=[], metavar="ARG", help="one more argument for that side; may be repeated"

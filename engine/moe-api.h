@@ -7,7 +7,7 @@
 //   moestream.io_threads  int   reads under way, 1..256 (default: 4, or what measures better at start)
 //   moestream.io          str   "auto", "direct" or "buffered" (default auto)
 //   moestream.io_backend  str   "auto", "threads" or "uring" (default auto)
-//   moestream.policy      str   "lru" or "lfu" (default lru)
+//   moestream.policy      str   "lru", "lfu" or "heat" (default lru)
 //   moestream.staging     str   "auto", "full" or "ring" (default auto)
 //   moestream.overlap     bool  compute the shared FFN and with experts that are there while others are read (default true)
 //   moestream.files       int   from moe_add_files(): paths, for which an override has too little room

@@ -135,13 +135,13 @@ const std::vector<moe_flag> & moe_flags() {
             },
         },
         {
-            "--moe-policy", "lru|lfu",
-            "which expert loses its slot: the least recently or the least frequently used (default: lru)",
+            "--moe-policy", "lru|lfu|heat",
+            "which expert loses its slot: the least recently used, the least frequently used, or that of least recent frequency (default: lru)",
             "LLAMA_ARG_MOE_POLICY",
             [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
                 moe::policy_kind kind;
                 if (!moe::policy_from_name(value, kind)) {
-                    refuse("--moe-policy", value, "'lru' or 'lfu'");
+                    refuse("--moe-policy", value, "'lru', 'lfu' or 'heat'");
                 }
                 set_str(overrides, "moestream.policy", value);
             },

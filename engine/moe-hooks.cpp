@@ -549,7 +549,7 @@ static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
     }
     if (const auto * o = setting(ml, "moestream.policy", LLAMA_KV_OVERRIDE_TYPE_STR)) {
         if (!moe::policy_from_name(o->val_str, moe.policy)) {
-            throw std::runtime_error(format("--moe-policy '%s': expected lru or lfu", o->val_str));
+            throw std::runtime_error(format("--moe-policy '%s': expected lru, lfu or heat", o->val_str));
         }
     }
     if (const auto * o = setting(ml, "moestream.overlap", LLAMA_KV_OVERRIDE_TYPE_BOOL)) {

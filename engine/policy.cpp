@@ -1,20 +1,21 @@
 #include "policy.h"
 
-#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 
 namespace moe {
 
 const char * policy_name(policy_kind kind) {
     switch (kind) {
-        case policy_kind::lru: return "lru";
-        case policy_kind::lfu: return "lfu";
+        case policy_kind::lru:  return "lru";
+        case policy_kind::lfu:  return "lfu";
+        case policy_kind::heat: return "heat";
     }
     std::abort();
 }
 
 bool policy_from_name(const std::string & name, policy_kind & out) {
-    for (policy_kind kind : { policy_kind::lru, policy_kind::lfu }) {
+    for (policy_kind kind : { policy_kind::lru, policy_kind::lfu, policy_kind::heat }) {
         if (name == policy_name(kind)) {
             out = kind;
             return true;
@@ -23,8 +24,10 @@ bool policy_from_name(const std::string & name, policy_kind & out) {
     return false;
 }
 
+namespace {
+
 // The slots in order of use, as a doubly linked ring through a sentinel (index n_slot): behind the sentinel stands the newest
-// slot, before it the oldest.
+// slot, before it the oldest. A slot that is in no order is a ring of its own.
 class use_order {
 public:
     explicit use_order(int32_t n_slot) : sentinel(n_slot), newer(n_slot + 1), older(n_slot + 1) {
@@ -40,6 +43,11 @@ public:
 
     void make_newest(int32_t slot) { unlink(slot); insert_after(slot, sentinel); }
     void make_oldest(int32_t slot) { unlink(slot); insert_after(slot, oldest()); }
+
+    void remove(int32_t slot) {
+        unlink(slot);
+        newer[slot] = older[slot] = slot;
+    }
 
 private:
     // put slot right behind (older than) other
@@ -61,7 +69,114 @@ private:
     std::vector<int32_t> older;
 };
 
-namespace {
+// The slots by rank, the lowest on top: a binary heap that knows where each slot is. Equal ranks are ordered by the last use.
+class rank_heap {
+public:
+    static constexpr double empty_rank = -1; // before all that hold something
+
+    explicit rank_heap(int32_t n_slot) : order(n_slot), where(n_slot), ranks(n_slot, empty_rank), used_at(n_slot, 0) {
+        for (int32_t slot = 0; slot < n_slot; ++slot) {
+            order[slot] = where[slot] = slot;
+        }
+    }
+
+    bool holds(int32_t slot) const { return where[slot] >= 0; }
+
+    // put it where it belongs, or back in when it was removed
+    void update(int32_t slot, double rank, int64_t used) {
+        ranks[slot]   = rank;
+        used_at[slot] = used;
+        if (!holds(slot)) {
+            where[slot] = (int32_t) order.size();
+            order.push_back(slot); // there is room: it was here before
+        }
+        sink(rise(where[slot]));
+    }
+
+    void remove(int32_t slot) {
+        const int32_t pos  = where[slot];
+        const int32_t last = order.back();
+        order.pop_back();
+        where[slot] = -1;
+        if (last != slot) {
+            put(last, pos);
+            sink(rise(pos));
+        }
+    }
+
+    // rank_of(slot): the new rank of each slot that is not empty; any order may come of it
+    template <typename F> void change_all(const F & rank_of) {
+        for (const int32_t slot : order) {
+            if (ranks[slot] != empty_rank) {
+                ranks[slot] = rank_of(slot);
+            }
+        }
+        for (int32_t pos = (int32_t) order.size() / 2 - 1; pos >= 0; --pos) {
+            sink(pos);
+        }
+    }
+
+    // the lowest that is not pinned, -1 when all are; looks at the pinned ones before it and their neighbours
+    int32_t lowest(const std::function<bool(int32_t)> & is_pinned) const {
+        int32_t best = -1;
+        look_below(0, is_pinned, best);
+        return best;
+    }
+
+private:
+    bool before(int32_t a, int32_t b) const {
+        return ranks[a] != ranks[b] ? ranks[a] < ranks[b] : used_at[a] < used_at[b];
+    }
+
+    void look_below(int32_t pos, const std::function<bool(int32_t)> & is_pinned, int32_t & best) const {
+        if (pos >= (int32_t) order.size() || (best >= 0 && !before(order[pos], best))) {
+            return;
+        }
+        if (!is_pinned(order[pos])) {
+            best = order[pos];
+            return;
+        }
+        look_below(2 * pos + 1, is_pinned, best);
+        look_below(2 * pos + 2, is_pinned, best);
+    }
+
+    void put(int32_t slot, int32_t pos) {
+        order[pos]  = slot;
+        where[slot] = pos;
+    }
+
+    int32_t rise(int32_t pos) {
+        const int32_t slot = order[pos];
+        while (pos > 0 && before(slot, order[(pos - 1) / 2])) {
+            put(order[(pos - 1) / 2], pos);
+            pos = (pos - 1) / 2;
+        }
+        put(slot, pos);
+        return pos;
+    }
+
+    void sink(int32_t pos) {
+        const int32_t slot = order[pos];
+        const int32_t n    = (int32_t) order.size();
+        while (2 * pos + 1 < n) {
+            int32_t child = 2 * pos + 1;
+            if (child + 1 < n && before(order[child + 1], order[child])) {
+                ++child;
+            }
+            if (!before(order[child], slot)) {
+                break;
+            }
+            put(order[child], pos);
+            pos = child;
+        }
+        put(slot, pos);
+    }
+
+    std::vector<int32_t> order;   // by place in the heap
+    std::vector<int32_t> where;   // [n_slot] place in the heap, -1: removed
+    std::vector<double>  ranks;   // [n_slot]
+    std::vector<int64_t> used_at; // [n_slot]
+};
 
 class lru final : public policy {
 public:
@@ -69,6 +184,7 @@ public:
 
     void on_use(int32_t slot, int32_t /*expert*/) override { order.make_newest(slot); }
     void on_empty(int32_t slot) override { order.make_oldest(slot); }
+    void on_keep(int32_t slot) override { order.remove(slot); }
 
     int32_t victim(const std::function<bool(int32_t)> & is_pinned) override {
         for (int32_t slot = order.oldest(); slot != order.end(); slot = order.newer_than(slot)) {
@@ -83,8 +199,6 @@ private:
     use_order order;
 };
 
-// Least frequently used with ageing: uses are counted per expert and outlive an eviction, so that an expert that returns is
-// not a stranger; all counts are halved every `period` uses, so that yesterday's favourites leave. Ties go to the least recent.
 class lfu final : public policy {
 public:
     lfu(int32_t n_slot, int32_t n_expert) : order(n_slot), expert_in(n_slot, -1), uses(n_expert, 0), period(64 * n_expert) {}
@@ -92,50 +206,79 @@ public:
     void on_use(int32_t slot, int32_t expert) override {
         expert_in[slot] = expert;
         uses[expert] += 1;
-        order.make_newest(slot);
-        if (++n_since_halving >= period) {
-            n_since_halving = 0;
+        order.update(slot, uses[expert], ++n_use);
+        if (n_use % period == 0) {
             for (uint32_t & n : uses) {
                 n /= 2;
             }
+            order.change_all([this](int32_t s) { return (double) uses[expert_in[s]]; });
         }
+    }
+
+    void on_empty(int32_t slot) override { order.update(slot, rank_heap::empty_rank, 0); }
+    void on_keep(int32_t slot) override { order.remove(slot); }
+
+    int32_t victim(const std::function<bool(int32_t)> & is_pinned) override { return order.lowest(is_pinned); }
+
+private:
+    rank_heap             order;
+    std::vector<int32_t>  expert_in; // [n_slot], of those that hold something
+    std::vector<uint32_t> uses;      // [n_expert]
+    const int64_t         period;
+    int64_t               n_use = 0;
+};
+
+// Instead of every heat falling with each use, what a use adds rises: the order is the same, and only the expert used changes.
+class heat final : public policy {
+public:
+    heat(int32_t n_slot, int32_t n_expert)
+        : order(n_slot), expert_in(n_slot, -1), is_newcomer(n_slot, 0), heats(n_expert, 0), growth(std::exp2(1.0 / heat_half_life(n_expert))) {}
+
+    void on_use(int32_t slot, int32_t expert) override {
+        is_newcomer[slot] = expert_in[slot] != expert;
+        expert_in[slot]   = expert;
+        worth *= growth;
+        heats[expert] += worth;
+        if (worth > worth_max) { // long before a sum could overflow
+            for (double & h : heats) {
+                h /= worth;
+            }
+            worth = 1;
+            order.change_all([this](int32_t s) { return rank(s); });
+        }
+        order.update(slot, rank(slot), ++n_use);
     }
 
     void on_empty(int32_t slot) override {
         expert_in[slot] = -1;
-        order.make_oldest(slot);
+        order.update(slot, rank_heap::empty_rank, 0);
     }
 
-    int32_t victim(const std::function<bool(int32_t)> & is_pinned) override {
-        int32_t best = -1;
-        for (int32_t slot = order.oldest(); slot != order.end(); slot = order.newer_than(slot)) {
-            if (is_pinned(slot)) {
-                continue;
-            }
-            if (expert_in[slot] < 0) {
-                return slot;
-            }
-            if (best < 0 || uses[expert_in[slot]] < uses[expert_in[best]]) {
-                best = slot;
-            }
-        }
-        return best;
-    }
+    void on_keep(int32_t slot) override { order.remove(slot); }
+
+    int32_t victim(const std::function<bool(int32_t)> & is_pinned) override { return order.lowest(is_pinned); }
 
 private:
-    use_order             order;
-    std::vector<int32_t>  expert_in; // [n_slot], -1: empty
-    std::vector<uint32_t> uses;      // [n_expert]
-    const int64_t         period;
-    int64_t               n_since_halving = 0;
+    static constexpr double worth_max = 1e100;
+
+    double rank(int32_t slot) const { return heats[expert_in[slot]] * (is_newcomer[slot] ? heat_newcomer : 1.0); }
+
+    rank_heap            order;
+    std::vector<int32_t> expert_in;   // [n_slot], -1: empty
+    std::vector<uint8_t> is_newcomer; // [n_slot]
+    std::vector<double>  heats;       // [n_expert], in units of what a use was worth at the start or the last rescaling
+    const double         growth;
+    double               worth = 1;   // of a use now
+    int64_t              n_use = 0;
 };
 
 } // namespace
 
 std::unique_ptr<policy> make_policy(policy_kind kind, int32_t n_slot, int32_t n_expert) {
     switch (kind) {
-        case policy_kind::lru: return std::make_unique<lru>(n_slot);
-        case policy_kind::lfu: return std::make_unique<lfu>(n_slot, n_expert);
+        case policy_kind::lru:  return std::make_unique<lru>(n_slot);
+        case policy_kind::lfu:  return std::make_unique<lfu>(n_slot, n_expert);
+        case policy_kind::heat: return std::make_unique<heat>(n_slot, n_expert);
     }
     std::abort();
 }

@@ -59,6 +59,7 @@ class Io(StrEnum):
 class Policy(StrEnum):
     lru = "lru"
     lfu = "lfu"
+    heat = "heat"
 
 
 class Switch(StrEnum):

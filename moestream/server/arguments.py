@@ -43,7 +43,7 @@ class ServerSettings:
         parallel: requests served at a time.
         io_threads: threads that read experts.
         io: ``auto``, ``direct`` or ``buffered`` reads.
-        policy: who is evicted: ``lru`` or ``lfu``.
+        policy: who is evicted: ``lru``, ``lfu`` or ``heat``.
         overlap: ``on`` or ``off``: whether a layer computes with what is there while experts are read.
         extra: further arguments for llama-server, passed on as they are.
     """

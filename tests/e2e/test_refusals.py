@@ -96,7 +96,7 @@ VALUES = {
     "--moe-io-threads": (["0", "-4", "257", "two", "4 "], "expected a number from 1 to 256"),
     "--moe-io": (["mmap", "Direct", ""], "expected 'auto', 'direct' or 'buffered'"),
     "--moe-io-backend": (["aio", "io_uring", ""], "expected 'auto', 'threads' or 'uring'"),
-    "--moe-policy": (["mru", "LRU", ""], "expected 'lru' or 'lfu'"),
+    "--moe-policy": (["mru", "LRU", ""], "expected 'lru', 'lfu' or 'heat'"),
     "--moe-overlap": (["yes", "1", ""], "expected 'on' or 'off'"),
     "--moe-staging": (["half", "none", ""], "expected 'auto', 'full' or 'ring'"),
 }  # fmt: skip

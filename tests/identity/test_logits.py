@@ -78,6 +78,7 @@ def test_repacked_demo(demo: Path) -> None:
     ("--moe-io", "direct", "--moe-io-backend", "uring"),
     ("--moe-io", "buffered", "--moe-io-backend", "uring", "--moe-io-threads", "32"),
     ("--moe-policy", "lfu"),
+    ("--moe-policy", "heat"),
     ("--moe-overlap", "off"),
     ("--moe-io-threads", "1"),
     ("--threads", "3"),

@@ -12,8 +12,9 @@ inline std::vector<moe::policy_kind> all_policies() {
         kinds.push_back(kind);
         // no default: a policy that is missing here does not compile (-Werror=switch)
         switch (kind) {
-            case moe::policy_kind::lru: kind = moe::policy_kind::lfu; break;
-            case moe::policy_kind::lfu: return kinds;
+            case moe::policy_kind::lru:  kind = moe::policy_kind::lfu;  break;
+            case moe::policy_kind::lfu:  kind = moe::policy_kind::heat; break;
+            case moe::policy_kind::heat: return kinds;
         }
     }
 }

@@ -3,6 +3,7 @@
 #include "policy.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <set>
 
@@ -148,6 +149,43 @@ TEST(empty_slots_go_first) {
             } else {
                 p->on_empty(which);
                 empty.insert(which);
+            }
+        }
+    });
+}
+
+TEST(a_kept_slot_is_not_offered) {
+    for_each_policy([](policy_kind kind) {
+        test_random rnd(7);
+        const int32_t n_slot = 9;
+        const auto p = make_policy(kind, n_slot, 20);
+        std::set<int32_t> kept;
+        std::set<int32_t> empty;
+        for (int32_t i = 0; i < n_slot; ++i) {
+            empty.insert(i);
+        }
+        for (int32_t step = 0; step < 5000; ++step) {
+            // each of the others is, once
+            std::set<int32_t> named;
+            for (int32_t i = (int32_t) kept.size(); i < n_slot; ++i) {
+                const int32_t slot = p->victim([&](int32_t s) { return named.count(s) != 0; });
+                CHECK(slot >= 0 && kept.count(slot) == 0);
+                CHECK(named.insert(slot).second);
+            }
+            CHECK_EQ(p->victim([&](int32_t s) { return named.count(s) != 0; }), -1);
+
+            const int32_t slot = (int32_t) rnd.below(n_slot);
+            if (rnd.percent(25)) {
+                p->on_empty(slot);
+                empty.insert(slot);
+                kept.erase(slot);
+            } else if (kept.count(slot) == 0) {
+                p->on_use(slot, (int32_t) rnd.below(20));
+                empty.erase(slot);
+                if (rnd.percent(20)) {
+                    p->on_keep(slot);
+                    kept.insert(slot);
+                }
             }
         }
     });
@@ -306,13 +344,15 @@ TEST(lfu_follows_a_simple_model) {
                 CHECK_EQ(got, best);
             }
 
-            const int32_t slot = rnd.below(n_slot);
+            int32_t slot = rnd.below(n_slot);
             if (rnd.percent(5)) {
                 p->on_empty(slot);
                 expert[slot] = -1;
                 continue;
             }
             const int32_t e = std::min(rnd.below(n_expert), rnd.below(n_expert)); // skewed
+            const auto there = std::find(expert.begin(), expert.end(), e);
+            slot = there != expert.end() ? (int32_t) (there - expert.begin()) : slot;
             p->on_use(slot, e);
             expert[slot]  = e;
             used_at[slot] = ++now;
@@ -324,6 +364,107 @@ TEST(lfu_follows_a_simple_model) {
             }
         }
     }
+}
+
+//
+// heat
+//
+
+TEST(heat_takes_the_coldest) {
+    const auto p = make_policy(policy_kind::heat, 3, 10);
+    for (int32_t slot : { 0, 0, 0, 1, 1, 2, 2, 2 }) {
+        p->on_use(slot, slot);
+    }
+    CHECK_EQ(p->victim(nothing_pinned), 1);
+    CHECK_EQ(p->victim([](int32_t s) { return s == 1; }), 0); // as often as 2, but longer ago
+    CHECK_EQ(p->victim([](int32_t s) { return s != 2; }), 2);
+}
+
+TEST(heat_fades) {
+    // ten uses long ago against three now: by counts alone the first would stay for ever
+    const int32_t n_expert = 8;
+    const auto p = make_policy(policy_kind::heat, 3, n_expert);
+    for (int32_t i = 0; i < 10; ++i) {
+        p->on_use(0, 0);
+    }
+    p->on_use(1, 1); p->on_use(1, 1); p->on_use(1, 1);
+    CHECK_EQ(p->victim([](int32_t s) { return s == 2; }), 1);
+    for (int64_t i = 0; i < 3 * heat_half_life(n_expert); ++i) {
+        p->on_use(2, 2);
+    }
+    p->on_use(1, 1); p->on_use(1, 1); p->on_use(1, 1);
+    CHECK_EQ(p->victim([](int32_t s) { return s == 2; }), 0);
+}
+
+TEST(heat_halves_in_its_half_life) {
+    const int32_t n_expert = 8;
+    const int64_t half     = heat_half_life(n_expert);
+    for (const int64_t n_between : { half - 2, half - 1 }) {
+        // two uses of 0 against one of 1, which is no newcomer, a little less or a little more than a half life later
+        const auto p = make_policy(policy_kind::heat, 3, n_expert);
+        p->on_use(1, 1);
+        for (int64_t i = 0; i < 40 * half; ++i) { // nothing is left of that
+            p->on_use(2, 2);
+        }
+        p->on_use(0, 0); p->on_use(0, 0);
+        for (int64_t i = 0; i < n_between; ++i) {
+            p->on_use(2, 2);
+        }
+        p->on_use(1, 1);
+        CHECK_EQ(p->victim([](int32_t s) { return s == 2; }), n_between == half - 2 ? 1 : 0);
+    }
+}
+
+TEST(heat_of_a_newcomer_displaces_nothing_warm) {
+    const int32_t n_expert = 100;
+    const auto p = make_policy(policy_kind::heat, 3, n_expert);
+    p->on_use(0, 0); p->on_use(0, 0);
+    p->on_use(1, 1); p->on_use(1, 1);
+    for (int32_t e = 2; e < 40; ++e) { // one after the other comes, and is the first to leave
+        p->on_use(2, e);
+        CHECK_EQ(p->victim(nothing_pinned), 2);
+    }
+}
+
+TEST(heat_tells_a_newcomer_from_one_used_again) {
+    const int32_t n_expert = 1000; // hardly anything fades
+    const auto p = make_policy(policy_kind::heat, 2, n_expert);
+    p->on_use(0, 0);
+    p->on_empty(0);
+    p->on_use(1, 1); p->on_use(1, 1);
+    p->on_use(0, 0);                        // its second use, but the first since it came back
+    CHECK_EQ(p->victim(nothing_pinned), 0);
+    p->on_use(0, 0);
+    CHECK_EQ(p->victim(nothing_pinned), 1);
+}
+
+TEST(heat_keeps_its_order_when_it_is_rescaled) {
+    // what a use is worth doubles every half life, and all is rescaled after some hundreds of those: a model that sums the ages knows
+    // nothing of it
+    const int32_t n_expert = 2;
+    const int32_t n_slot   = 2;
+    const int64_t half     = heat_half_life(n_expert);
+    test_random rnd(6);
+    const auto p = make_policy(policy_kind::heat, n_slot, n_expert);
+    std::vector<std::vector<int64_t>> used(n_expert);
+    int64_t n_told = 0;
+    for (int64_t now = 1; now < 1000 * half; ++now) {
+        const int32_t slot = (int32_t) rnd.below(n_slot);
+        p->on_use(slot, slot);
+        used[slot].push_back(now);
+        double heats[n_slot] = { 0, 0 };
+        for (int32_t s = 0; s < n_slot; ++s) {
+            for (size_t i = used[s].size(); i > 0 && now - used[s][i - 1] < 60 * half; --i) {
+                heats[s] += std::exp2((double) (used[s][i - 1] - now) / half);
+            }
+            heats[s] *= used[s].size() == 1 ? heat_newcomer : 1.0;
+        }
+        if (used[0].size() > 0 && used[1].size() > 0 && std::fabs(heats[0] - heats[1]) > 1e-6) {
+            CHECK_EQ(p->victim(nothing_pinned), heats[0] < heats[1] ? 0 : 1);
+            ++n_told;
+        }
+    }
+    CHECK(n_told > 900 * half);
 }
 
 int main(int argc, char ** argv) { return run_tests(argc, argv); }

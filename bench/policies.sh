@@ -1,0 +1,9 @@
+#!/bin/sh
+# Builds bench/policies.cpp with the engine's sources and runs it; its head says with what arguments.
+set -eu
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+mkdir -p "$root/build/bench"
+"${CXX:-c++}" -O2 -std=c++17 -pthread -I"$root/engine" -o "$root/build/bench/policies" "$root/bench/policies.cpp" \
+    "$root/engine/policy.cpp" "$root/engine/reader.cpp" "$root/engine/slot-pool.cpp" "$root/engine/stats.cpp" "$root/engine/stream.cpp"
+exec "$root/build/bench/policies" "$@"
