@@ -10,6 +10,7 @@
 //   moestream.policy      str   "lru", "lfu" or "heat" (default lru)
 //   moestream.staging     str   "auto", "full" or "ring" (default auto)
 //   moestream.overlap     bool  compute the shared FFN and with experts that are there while others are read (default true)
+//   moestream.trace_limit int   MiB that the trace may have (default 1024)
 //   moestream.files       int   from moe_add_files(): paths, for which an override has too little room
 // What slots "auto" leaves room for:
 //   moestream.n_ctx       int   the context; 0: the model's own
@@ -50,7 +51,7 @@ const llama_model_kv_override * moe_overrides_data(std::vector<llama_model_kv_ov
 // Paths of files that the engine reads and writes for a model, null where there is none.
 struct moe_files {
     size_t       size;  // sizeof(moe_files), as the caller knows it; fields behind it are taken as null, or left alone
-    const char * trace;
+    const char * trace; // which experts are chosen is recorded in it (docs/traces.md)
     const char * map;
 };
 

@@ -169,6 +169,26 @@ const std::vector<moe_flag> & moe_flags() {
                 set_bool(overrides, "moestream.overlap", value == "on");
             },
         },
+        {
+            "--moe-trace", "FILE",
+            "record which experts are chosen in this file, for moestream trace and map (default: off)",
+            "LLAMA_ARG_MOE_TRACE",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                if (value.empty()) {
+                    refuse("--moe-trace", value, "the name of a file");
+                }
+                moe_set_file(overrides, &moe_files::trace, value);
+            },
+        },
+        {
+            "--moe-trace-limit", "MIB",
+            "recording ends before the file has more than this many MiB (default: 1024)",
+            "LLAMA_ARG_MOE_TRACE_LIMIT",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                set_int(overrides, "moestream.trace_limit",
+                        parse_int("--moe-trace-limit", value, 1, 1 << 30, "a number of MiB from 1"));
+            },
+        },
     };
     return flags;
 }

@@ -28,6 +28,7 @@
 #include <mutex>
 #include <random>
 #include <regex>
+#include <set>
 #include <stdexcept>
 #include <thread>
 #include <unordered_set>
@@ -231,11 +232,13 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     staging_kind     staging_wanted = staging_kind::automatic;
     bool             extra_bufts  = true; // upstream's --repack
     moe_files        files        = { sizeof(moe_files), nullptr, nullptr };
+    uint64_t         trace_limit  = 1024ull << 20; // bytes
 
     // layout
     std::map<int32_t, std::vector<file_tensor>> layers; // by block number
     std::vector<block_identity> identity;               // of the file, also of blocks that the model does not use
     int32_t      n_slot       = 0;
+    int32_t      n_used_max   = 0; // experts that a token uses, in the layer with the most
     uint64_t     expert_bytes = 0; // of all experts in the files
     uint64_t     dense_bytes  = 0; // of everything else
     uint64_t     half_bytes   = 0; // of one half of the staging buffer
@@ -255,6 +258,7 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     std::unordered_map<const ggml_tensor *, part_gate>     gates; // by pool tensor or twin
     std::vector<std::vector<part_gate *>>                  layer_gates; // by 2 * layer index + staged
 
+    std::unique_ptr<moe::trace_writer> trace; // null: nothing is recorded
     std::unique_ptr<moe::stream> stream; // null in the memory-fit pass
     std::atomic<int>             n_dry { 0 }; // moe_dry_run objects alive
     std::vector<std::string>     paths; // of the files, as errors name them
@@ -271,6 +275,9 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
         return stream ? moe::stats_json(report, stream->stats()) : moe::stats_json_off();
     }
 
+    // says in the log, once, that recording has ended by itself
+    void look_at_trace();
+
     // the model ends; whoever asks for statistics at this moment may hold this a little longer
     void close();
 };
@@ -279,9 +286,20 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
 static std::mutex                             live_mutex;
 static std::vector<std::weak_ptr<moe_stream>> live;
 
+void moe_stream::look_at_trace() {
+    const std::string notice = trace ? trace->take_notice() : "";
+    if (!notice.empty()) {
+        LLAMA_LOG_WARN("moestream: %s\n", notice.c_str());
+    }
+}
+
 void moe_stream::close() {
     if (!stream) {
         return;
+    }
+    if (trace) {
+        trace->flush();
+        look_at_trace();
     }
     if (const char * path = getenv("MOESTREAM_STATS_FILE")) {
         std::ofstream out(path);
@@ -292,6 +310,7 @@ void moe_stream::close() {
     }
     std::lock_guard<std::mutex> lock(report_mutex);
     stream.reset(); // its workers write to the slots, which the model is about to free
+    trace.reset();
 }
 
 // what a model holds: letting go of it ends the workers
@@ -566,6 +585,15 @@ static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
         throw std::runtime_error("--moe-staging ring cannot be combined with --moe-overlap off: matmuls wait for what passes through the ring; hint: leave out one of them");
     }
     moe.files = read_files(ml);
+    if (const auto * o = setting(ml, "moestream.trace_limit", LLAMA_KV_OVERRIDE_TYPE_INT)) {
+        if (o->val_i64 < 1 || o->val_i64 > 1 << 30) {
+            throw std::runtime_error(format("--moe-trace-limit %lld: expected a number of MiB from 1", (long long) o->val_i64));
+        }
+        if (!moe.files.trace) {
+            throw std::runtime_error("--moe-trace-limit does nothing without --moe-trace; hint: add --moe-trace FILE, or leave it out");
+        }
+        moe.trace_limit = (uint64_t) o->val_i64 << 20;
+    }
 }
 
 static void refuse_combinations(const moe_stream & moe, const llama_model_loader & ml, const llama_model_params & params,
@@ -634,6 +662,7 @@ static void find_experts(moe_stream & moe, const llama_model_loader & ml, const 
                 b.router_bytes  = ggml_nbytes(w->tensor);
             }
             moe.identity.push_back(b);
+            moe.n_used_max = std::max(moe.n_used_max, (int32_t) hparams.n_expert_used(il));
         }
     }
     moe.dense_bytes = ml.n_bytes - moe.expert_bytes;
@@ -796,12 +825,15 @@ std::shared_ptr<moe_stream> moe_load_begin(
         static const std::pair<const char *, const char *> needs_slots[] = {
             { "moestream.io_threads", "--moe-io-threads" }, { "moestream.io", "--moe-io" },
             { "moestream.io_backend", "--moe-io-backend" }, { "moestream.policy", "--moe-policy" }, { "moestream.overlap", "--moe-overlap" },
-            { "moestream.staging", "--moe-staging" },
+            { "moestream.staging", "--moe-staging" }, { "moestream.trace_limit", "--moe-trace-limit" },
         };
         for (const auto & [key, flag] : needs_slots) {
             if (ml.kv_overrides.count(key)) {
                 throw std::runtime_error(format("%s does nothing without --moe-slots; hint: add --moe-slots N, or leave out %s", flag, flag));
             }
+        }
+        if (read_files(ml).trace) {
+            throw std::runtime_error("--moe-trace does nothing without --moe-slots; hint: add --moe-slots N, or leave out --moe-trace");
         }
         return nullptr;
     }
@@ -1105,6 +1137,23 @@ static std::string fingerprint_of(const moe_stream & moe, const std::string & ar
     return format("%016llx", (unsigned long long) h);
 }
 
+// A model that is loaded again, as llama-server does after it has slept, goes on with its trace.
+static void open_trace(moe_stream & moe, const llama_model_loader & ml, const std::vector<moe::layer_desc> & descs) {
+    moe::trace_header header = { moe.report.fingerprint, ml.arch_name, moe.report.model, moe.n_used_max, {} };
+    for (const moe::layer_desc & d : descs) {
+        header.layers.push_back({ d.layer, d.n_expert });
+    }
+    static std::mutex mutex;
+    static std::set<std::string> begun; // by this process
+    std::lock_guard<std::mutex> lock(mutex);
+    std::string error;
+    moe.trace = moe::trace_writer::open(moe.files.trace, header, moe.trace_limit, begun.count(moe.files.trace) > 0, error);
+    if (!moe.trace) {
+        throw std::runtime_error("--moe-trace: " + error);
+    }
+    begun.insert(moe.files.trace);
+}
+
 void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<const ggml_tensor *, ggml_prec> & prec) {
     if (!moe) {
         return;
@@ -1194,6 +1243,10 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     opt.staging    = moe->staging ? (uint8_t *) moe->staging->data : nullptr;
     opt.half_bytes = moe->half_bytes;
     opt.n_ring     = moe->n_ring;
+    if (moe->files.trace) {
+        open_trace(*moe, ml, descs);
+        opt.trace = moe->trace.get();
+    }
     auto io = std::make_unique<moe::reader>(std::move(source), r.io_threads, moe::reader::default_chunk_size, n_repacked > 0,
             r.io_in_flight / r.io_threads);
     moe->stream = std::make_unique<moe::stream>(opt, std::move(descs), std::move(io));
@@ -1534,6 +1587,7 @@ ggml_status moe_compute::finish(ggml_status status) {
         return status;
     }
     open = false;
+    moe->look_at_trace(); // while nobody else computes
     const std::string error = moe->stream->compute_end(status == GGML_STATUS_SUCCESS);
     {
         std::lock_guard<std::mutex> lock(moe->report_mutex);

@@ -13,6 +13,7 @@ set(MOESTREAM_SOURCES
     stats.cpp
     stream.cpp
     uring.cpp
+    trace.cpp
 )
 list(TRANSFORM MOESTREAM_SOURCES PREPEND "${MOESTREAM_ENGINE_DIR}/")
 
@@ -41,6 +42,17 @@ if (TARGET llama-common)
     target_sources(llama-common PRIVATE "${MOESTREAM_ENGINE_DIR}/moe-args.cpp")
     set_source_files_properties("${MOESTREAM_ENGINE_DIR}/moe-args.cpp" TARGET_DIRECTORY llama-common PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 endif()
+
+# replays traces: the same policies and slots, without a model
+add_executable(moe-replay-policy
+    "${MOESTREAM_ENGINE_DIR}/tools/moe-replay-policy.cpp"
+    "${MOESTREAM_ENGINE_DIR}/trace-replay.cpp"
+    "${MOESTREAM_ENGINE_DIR}/policy.cpp"
+    "${MOESTREAM_ENGINE_DIR}/slot-pool.cpp"
+    "${MOESTREAM_ENGINE_DIR}/trace.cpp")
+target_include_directories(moe-replay-policy PRIVATE "${MOESTREAM_ENGINE_DIR}" "${PROJECT_SOURCE_DIR}/vendor")
+target_link_libraries(moe-replay-policy PRIVATE Threads::Threads)
+target_compile_features(moe-replay-policy PRIVATE cxx_std_17)
 
 # a checkout has programs that test the engine inside upstream; an installed package does not
 set(MOESTREAM_IDENTITY_DIR "${MOESTREAM_ENGINE_DIR}/../tests/identity")

@@ -16,8 +16,10 @@ namespace moe {
     } while (0)
 
 slot_pool::slot_pool(int32_t n_slot, int32_t n_expert, policy_kind kind)
-    : expert_in(n_slot, -1), slot_of(n_expert, -1), states(n_slot, slot_state::empty), pins(n_slot, 0),
-      order(make_policy(kind, n_slot, n_expert)) {
+    : slot_pool(n_slot, n_expert, make_policy(kind, n_slot, n_expert)) {}
+
+slot_pool::slot_pool(int32_t n_slot, int32_t n_expert, std::unique_ptr<policy> order)
+    : expert_in(n_slot, -1), slot_of(n_expert, -1), states(n_slot, slot_state::empty), pins(n_slot, 0), order(std::move(order)) {
     pin_list.reserve(n_slot);
 }
 

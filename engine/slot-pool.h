@@ -38,6 +38,7 @@ struct placement {
 class slot_pool {
 public:
     slot_pool(int32_t n_slot, int32_t n_expert, policy_kind kind);
+    slot_pool(int32_t n_slot, int32_t n_expert, std::unique_ptr<policy> order);
 
     // Give each of the n distinct experts a slot and pin it; what an earlier call pinned is unpinned first.
     // Hits are settled before any victim is chosen, so a miss never evicts an expert of the same call.

@@ -124,6 +124,12 @@ bool stream::list_chosen(const layer_desc & d, const chosen_experts & chosen) {
     return true;
 }
 
+void stream::record(int32_t i_layer, const chosen_experts & chosen) {
+    if (opt.trace) {
+        opt.trace->record(i_layer, chosen.n_used, chosen.n_tokens, [&](int64_t t, int64_t k) { return chosen.at(t, k); });
+    }
+}
+
 // those of the last tokens, newest first, as many as there are slots; list_chosen() has looked at the ids
 void stream::list_last(layer_state & l, const chosen_experts & chosen) {
     ++seen_mark;
@@ -283,6 +289,7 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
         write_any_ids(chosen, l.desc.n_slot, ids_out); // a slot that holds no expert holds zeros
         return;
     }
+    record(i_layer, chosen);
     if (opt.check) {
         for (const int32_t e : scratch_experts) {
             check_slot(l, e);
@@ -509,6 +516,7 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
         }
         return;
     }
+    record(i_layer, chosen);
     list_last(l, chosen);
 
     const bool was_read_ahead = !h.fill.idle();

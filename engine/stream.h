@@ -38,6 +38,7 @@
 #include "reader.h"
 #include "slot-pool.h"
 #include "stats.h"
+#include "trace.h"
 
 #include <cstdint>
 #include <memory>
@@ -113,6 +114,7 @@ public:
         uint8_t   * staging = nullptr; // two halves, one behind the other, or the ring; null when no layer needs them
         uint64_t    half_bytes = 0;
         int32_t     n_ring     = 0;    // entries of the ring, as large as the largest part; 0: halves
+        trace_writer * trace = nullptr; // of what valid batches chose; null: nothing is recorded
     };
 
     stream(const options & opt, std::vector<layer_desc> layers, std::unique_ptr<reader> io);
@@ -179,6 +181,7 @@ private:
     };
 
     bool list_chosen(const layer_desc & d, const chosen_experts & chosen);
+    void record(int32_t i_layer, const chosen_experts & chosen);
     void list_last(layer_state & l, const chosen_experts & chosen);
     void check_slot(layer_state & l, int32_t expert);
     void wait_for(transfer_group & group, layer_stats & waiting);

@@ -43,6 +43,7 @@ PRODUCT_TARGETS = (
     "llama-quantize",
     "llama-gguf-split",
     "llama-completion",
+    "moe-replay-policy",
 )
 # Upstream's tests of what our patches touch (the first one also makes a tiny model of every architecture), and a program that
 # must refuse to stream.

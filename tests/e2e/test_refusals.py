@@ -37,6 +37,11 @@ COMBINATIONS = {
     "overlap without slots": (["--moe-overlap", "off"], "--moe-overlap does nothing without --moe-slots"),
     "staging without slots": (["--moe-staging", "ring"], "--moe-staging does nothing without --moe-slots"),
     "ring without overlap": (["--moe-slots", "8", "--moe-staging", "ring", "--moe-overlap", "off"], "--moe-staging ring cannot be combined with --moe-overlap off: matmuls wait for what passes through the ring; hint: leave out one of them"),
+    "trace without slots": (["--moe-trace", "no/file"], "--moe-trace does nothing without --moe-slots; hint: add --moe-slots N, or leave out --moe-trace"),
+    "trace's limit without slots": (["--moe-trace-limit", "5"], "--moe-trace-limit does nothing without --moe-slots"),
+    "trace's limit without a trace": (["--moe-slots", "8", "--moe-trace-limit", "5"], "--moe-trace-limit does nothing without --moe-trace; hint: add --moe-trace FILE"),
+    "trace in another file": (["--moe-slots", "8", "--moe-trace", str(DOC)], "the file exists and holds no trace; hint: choose another name"),
+    "trace nowhere": (["--moe-slots", "8", "--moe-trace", "no/folder/t"], "--moe-trace: cannot record a trace in 'no/folder/t': No such file or directory; hint: "),
     "check-tensors": (["--moe-slots", "8", "--check-tensors"], "--moe-slots cannot be combined with --check-tensors, which would read all experts"),
 }  # fmt: skip
 
@@ -59,6 +64,7 @@ ENVIRONMENT = {
     "policy without slots": ({"MOE_POLICY": "lfu"}, "--moe-policy does nothing without --moe-slots"),
     "overlap without slots": ({"MOE_OVERLAP": "off"}, "--moe-overlap does nothing without --moe-slots"),
     "staging without slots": ({"MOE_STAGING": "full"}, "--moe-staging does nothing without --moe-slots"),
+    "trace without slots": ({"MOE_TRACE": "no/file"}, "--moe-trace does nothing without --moe-slots"),
 }  # fmt: skip
 
 # llama-bench has a parser of its own.
@@ -99,6 +105,8 @@ VALUES = {
     "--moe-policy": (["mru", "LRU", ""], "expected 'lru', 'lfu' or 'heat'"),
     "--moe-overlap": (["yes", "1", ""], "expected 'on' or 'off'"),
     "--moe-staging": (["half", "none", ""], "expected 'auto', 'full' or 'ring'"),
+    "--moe-trace": ([""], "expected the name of a file"),
+    "--moe-trace-limit": (["0", "-1", "2G", ""], "expected a number of MiB from 1"),
 }  # fmt: skip
 
 
