@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from moestream.app import make_app
 
 DOCS = Path(__file__).resolve().parent
-BLOCK = re.compile(r"(<!-- help: ([\w-]+) -->\n).*?(<!-- /help -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- help: ([\w -]+?) -->\n).*?(<!-- /help -->)", re.DOTALL)
 WIDTH = "100"
 
 
 def help_of(command: str) -> str:
     """The ``--help`` of a command, as a terminal of WIDTH columns without colours shows it."""
     environment = {"COLUMNS": WIDTH, "TERMINAL_WIDTH": WIDTH, "NO_COLOR": "1", "TERM": "dumb"}
-    result = CliRunner(env=environment).invoke(make_app(), [command, "--help"], prog_name="moestream")
+    result = CliRunner(env=environment).invoke(make_app(), [*command.split(), "--help"], prog_name="moestream")
     if result.exit_code != 0:
         raise SystemExit(f"moestream {command} --help failed: {result.output}")
     return "\n".join(line.rstrip() for line in result.output.strip("\n").splitlines())

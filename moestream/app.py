@@ -1,6 +1,7 @@
 """The commands of the command line: assembles them and renders what they return.
 
-A command is a module ``moestream/commands/NAME.py`` with a function ``NAME`` (``-`` becomes ``_``). The
+A command is a module ``moestream/commands/NAME.py`` with a function ``NAME`` (``-`` becomes ``_``), or, for a group
+of commands, with their functions by name in ``SUBCOMMANDS``. A
 function takes Typer parameters and returns a :class:`moestream.result.Result`, or None when it has printed
 everything itself. One that goes on after it has something to report, as ``start`` and ``logs -f`` do, yields its
 results. ``--json`` is added here to every command.
@@ -28,6 +29,8 @@ COMMANDS: tuple[str, ...] = (
     "stop",
     "status",
     "logs",
+    "trace",
+    "map",
 )
 
 
@@ -86,5 +89,11 @@ def make_app() -> typer.Typer:
     app.callback()(_root)
     for name in COMMANDS:
         module = importlib.import_module("moestream.commands." + name.replace("-", "_"))
+        if hasattr(module, "SUBCOMMANDS"):
+            group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=module.HELP)
+            for part, function in module.SUBCOMMANDS.items():
+                group.command(part)(_rendered(function))
+            app.add_typer(group, name=name)
+            continue
         app.command(name)(_rendered(getattr(module, name.replace("-", "_"))))
     return app
