@@ -2,7 +2,6 @@
 
 #include "json-writer.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -72,7 +71,7 @@ std::unique_ptr<trace_writer> trace_writer::open(const std::string & path, const
 
     struct stat st = {};
     const bool regular = fstat(fd, &st) == 0 && S_ISREG(st.st_mode);
-    if (regular && flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    if (regular && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) { // file systems without locks have to do without
         return fail("another model records in it; hint: give each model a file of its own");
     }
     const std::string beginning = prefix_and_header(header);

@@ -104,13 +104,13 @@ def record(
         "--moe-slots", slots, "--moe-trace", str(out), "--moe-trace-limit", str(limit), *(extra or ()),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="moestream-trace-") as folder:
-        stats_path, log_path = Path(folder, "stats.json"), Path(folder, "log")
-        with log_path.open("wb") as log:
+        stats_path, log_path, text_path = Path(folder, "stats.json"), Path(folder, "log"), Path(folder, "text")
+        with log_path.open("wb") as log, text_path.open("wb") as written:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
+                command, stdin=subprocess.DEVNULL, stdout=written, stderr=log,
                 env={**os.environ, "MOESTREAM_STATS_FILE": str(stats_path)},
             )  # fmt: skip
-        with progress("recording", log_path) as show:
+        with progress("recording", text_path) as show:
             try:
                 while True:
                     try:

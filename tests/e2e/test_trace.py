@@ -6,6 +6,7 @@ import json
 import resource
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from llama_server import LlamaServer, environment
 from waiting import until
 
 TEXT = "The command grep prints the lines of its input that match a pattern. The command sed edits"
+TOKENS = ("tokens_decode", "tokens_prefill")
 PROMPT = " ".join([TEXT] * 3)
 
 
@@ -43,13 +45,28 @@ def test_replay_counts_what_the_engine_counted(demo: Path, tmp_path: Path) -> No
             for name in ("hits", "misses", "evictions"):
                 assert again["totals"][name] == stats["totals"][name]
                 assert [layer[name] for layer in again["layers"]] == [layer[name] for layer in stats["layers"]]
-            for name in ("tokens_decode", "tokens_prefill"):
-                assert again["totals"][name] == stats["totals"][name]
+            assert {name: again["totals"][name] for name in TOKENS} == {name: stats["totals"][name] for name in TOKENS}
 
 
 def replayed_all(demo: Path, tmp_path: Path) -> list[dict[str, Any]]:
     complete(demo, tmp_path / "all", tmp_path / "stats", "--moe-slots", "8", n_tokens=5)
     return replayed(tmp_path / "all", "--slots", "8")["runs"]
+
+
+@pytest.mark.parametrize("layout", ["deepseek2", "openai-moe", "gemma4"])
+def test_layouts(model: Callable[[str, str], Path], tmp_path: Path, layout: str) -> None:
+    """Blocks without experts, and models whose last block is of another kind: layers are named by their block."""
+    trace, stats_file = tmp_path / "t", tmp_path / "stats"
+    run(
+        tool("llama-bench"), "-m", model(layout, "q4_0"), "-p", "20", "-n", "10", "-r", "1", "-t", "1", "--moe-slots", "3",
+        "--moe-trace", trace, env=environment({"MOESTREAM_STATS_FILE": str(stats_file)}),
+    )  # fmt: skip
+    stats = json.loads(stats_file.read_text())
+    (again,) = replayed(trace, "--slots", "3", "--policy", "lru")["runs"]
+    assert stats["totals"]["tokens_decode"] >= 10
+    assert {name: again["totals"][name] for name in TOKENS} == {name: stats["totals"][name] for name in TOKENS}
+    for name in ("layer", "n_expert", "slots", "hits", "misses", "evictions"):
+        assert [layer[name] for layer in again["layers"]] == [layer[name] for layer in stats["layers"]]
 
 
 def test_optimum_and_slots_by_layer(demo: Path, tmp_path: Path) -> None:
