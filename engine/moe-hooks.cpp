@@ -276,7 +276,7 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     }
 
     // says in the log, once, that recording has ended by itself
-    void look_at_trace();
+    void look_at_trace() noexcept;
 
     // the model ends; whoever asks for statistics at this moment may hold this a little longer
     void close();
@@ -286,10 +286,14 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
 static std::mutex                             live_mutex;
 static std::vector<std::weak_ptr<moe_stream>> live;
 
-void moe_stream::look_at_trace() {
-    const std::string notice = trace ? trace->take_notice() : "";
-    if (!notice.empty()) {
-        LLAMA_LOG_WARN("moestream: %s\n", notice.c_str());
+void moe_stream::look_at_trace() noexcept {
+    try {
+        const std::string notice = trace ? trace->take_notice() : "";
+        if (!notice.empty()) {
+            LLAMA_LOG_WARN("moestream: %s\n", notice.c_str());
+        }
+    } catch (const std::bad_alloc &) {
+        // the graph is more important than the line
     }
 }
 

@@ -2,8 +2,8 @@
 
 // The routing trace: which experts the router chose, one record for each MoE layer of each batch (docs/traces.md).
 //
-// Writing never breaks an answer and never throws: the first error, and the limit, end the recording, and take_notice() says so once. What
-// is in the file is then whole records. Memory is allocated by open() only. One thread at a time.
+// Writing never breaks an answer, never throws and allocates nothing: the first error, and the limit, end the recording, and take_notice()
+// says so once. What is in the file is then whole records. One thread at a time.
 
 #include <cstdint>
 #include <memory>
