@@ -12,8 +12,8 @@ set(MOESTREAM_SOURCES
     slot-pool.cpp
     stats.cpp
     stream.cpp
-    uring.cpp
     trace.cpp
+    uring.cpp
 )
 list(TRANSFORM MOESTREAM_SOURCES PREPEND "${MOESTREAM_ENGINE_DIR}/")
 
