@@ -27,22 +27,25 @@ bool policy_from_name(const std::string & name, policy_kind & out) {
 namespace {
 
 // The slots in order of use, as a doubly linked ring through a sentinel (index n_slot): behind the sentinel stands the newest
-// slot, before it the oldest. A slot that is in no order is a ring of its own.
+// slot, before it the oldest. A border (index n_slot + 1) parts the empty ones, which are the oldest, from the others. A slot that is in
+// no order is a ring of its own.
 class use_order {
 public:
-    explicit use_order(int32_t n_slot) : sentinel(n_slot), newer(n_slot + 1), older(n_slot + 1) {
+    explicit use_order(int32_t n_slot) : sentinel(n_slot), border(n_slot + 1), newer(n_slot + 2), older(n_slot + 2) {
         newer[sentinel] = older[sentinel] = sentinel;
+        insert_after(border, sentinel);
         for (int32_t slot = 0; slot < n_slot; ++slot) {
-            insert_after(slot, sentinel);
+            insert_after(slot, border);
         }
     }
 
-    int32_t oldest() const { return newer[sentinel]; } // the sentinel itself when the ring is empty
-    int32_t newer_than(int32_t slot) const { return newer[slot]; }
+    int32_t oldest() const { return past_border(newer[sentinel]); } // the sentinel itself when the ring is empty
+    int32_t newer_than(int32_t slot) const { return past_border(newer[slot]); }
     int32_t end() const { return sentinel; }
 
     void make_newest(int32_t slot) { unlink(slot); insert_after(slot, sentinel); }
-    void make_oldest(int32_t slot) { unlink(slot); insert_after(slot, oldest()); }
+    void make_oldest(int32_t slot) { unlink(slot); insert_before(slot, border); } // of those that are not empty
+    void make_empty (int32_t slot) { unlink(slot); insert_after(slot, newer[sentinel]); }
 
     void remove(int32_t slot) {
         unlink(slot);
@@ -50,6 +53,10 @@ public:
     }
 
 private:
+    int32_t past_border(int32_t slot) const { return slot == border ? newer[slot] : slot; }
+
+    void insert_before(int32_t slot, int32_t other) { insert_after(slot, newer[other]); }
+
     // put slot right behind (older than) other
     void insert_after(int32_t slot, int32_t other) {
         const int32_t next = older[other];
@@ -65,6 +72,7 @@ private:
     }
 
     int32_t              sentinel;
+    int32_t              border;
     std::vector<int32_t> newer;
     std::vector<int32_t> older;
 };
@@ -183,7 +191,8 @@ public:
     explicit lru(int32_t n_slot) : order(n_slot) {}
 
     void on_use(int32_t slot, int32_t /*expert*/) override { order.make_newest(slot); }
-    void on_empty(int32_t slot) override { order.make_oldest(slot); }
+    void on_fill(int32_t slot, int32_t /*expert*/) override { order.make_oldest(slot); }
+    void on_empty(int32_t slot) override { order.make_empty(slot); }
     void on_keep(int32_t slot) override { order.remove(slot); }
 
     int32_t victim(const std::function<bool(int32_t)> & is_pinned) override {
@@ -206,13 +215,18 @@ public:
     void on_use(int32_t slot, int32_t expert) override {
         expert_in[slot] = expert;
         uses[expert] += 1;
-        order.update(slot, uses[expert], ++n_use);
+        order.update(slot, rank(slot), ++n_use);
         if (n_use % period == 0) {
             for (uint32_t & n : uses) {
                 n /= 2;
             }
-            order.change_all([this](int32_t s) { return (double) uses[expert_in[s]]; });
+            order.change_all([this](int32_t s) { return rank(s); });
         }
+    }
+
+    void on_fill(int32_t slot, int32_t expert) override {
+        expert_in[slot] = expert;
+        order.update(slot, rank(slot), -++n_fill);
     }
 
     void on_empty(int32_t slot) override { order.update(slot, rank_heap::empty_rank, 0); }
@@ -221,11 +235,14 @@ public:
     int32_t victim(const std::function<bool(int32_t)> & is_pinned) override { return order.lowest(is_pinned); }
 
 private:
+    double rank(int32_t slot) const { return uses[expert_in[slot]]; }
+
     rank_heap             order;
     std::vector<int32_t>  expert_in; // [n_slot], of those that hold something
     std::vector<uint32_t> uses;      // [n_expert]
     const int64_t         period;
-    int64_t               n_use = 0;
+    int64_t               n_use  = 0;
+    int64_t               n_fill = 0;
 };
 
 // Instead of every heat falling with each use, what a use adds rises: the order is the same, and only the expert used changes.
@@ -249,6 +266,12 @@ public:
         order.update(slot, rank(slot), ++n_use);
     }
 
+    void on_fill(int32_t slot, int32_t expert) override {
+        expert_in[slot]   = expert;
+        is_newcomer[slot] = 1;
+        order.update(slot, rank(slot), -++n_fill);
+    }
+
     void on_empty(int32_t slot) override {
         expert_in[slot] = -1;
         order.update(slot, rank_heap::empty_rank, 0);
@@ -269,7 +292,8 @@ private:
     std::vector<double>  heats;       // [n_expert], in units of what a use was worth at the start or the last rescaling
     const double         growth;
     double               worth = 1;   // of a use now
-    int64_t              n_use = 0;
+    int64_t              n_use  = 0;
+    int64_t              n_fill = 0;
 };
 
 } // namespace

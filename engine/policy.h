@@ -40,6 +40,9 @@ public:
     // the expert in this slot was asked for (called for hits, and for a miss right after the slot was given to it); it is in no other
     virtual void on_use(int32_t slot, int32_t expert) = 0;
 
+    // the slot was given an expert that nobody asked for; of such, what came earlier stays longer, and lru offers all of them first
+    virtual void on_fill(int32_t slot, int32_t expert) = 0;
+
     // the slot holds nothing any more: it is offered before any slot that holds something
     virtual void on_empty(int32_t slot) = 0;
 

@@ -19,7 +19,8 @@ slot_pool::slot_pool(int32_t n_slot, int32_t n_expert, policy_kind kind)
     : slot_pool(n_slot, n_expert, make_policy(kind, n_slot, n_expert)) {}
 
 slot_pool::slot_pool(int32_t n_slot, int32_t n_expert, std::unique_ptr<policy> order)
-    : expert_in(n_slot, -1), slot_of(n_expert, -1), states(n_slot, slot_state::empty), pins(n_slot, 0), order(std::move(order)) {
+    : expert_in(n_slot, -1), slot_of(n_expert, -1), states(n_slot, slot_state::empty), pins(n_slot, 0), keeps(n_expert, 0),
+      order(std::move(order)) {
     pin_list.reserve(n_slot);
 }
 
@@ -43,7 +44,9 @@ void slot_pool::acquire(const int32_t * experts, int32_t n, std::vector<placemen
         if (slot >= 0) {
             POOL_CHECK(states[slot] == slot_state::ready, "slot %d is still being filled", slot);
             pin(slot);
-            order->on_use(slot, e);
+            if (!keeps[e]) {
+                order->on_use(slot, e);
+            }
         }
     }
 
@@ -63,11 +66,40 @@ void slot_pool::acquire(const int32_t * experts, int32_t n, std::vector<placemen
             p.evicted    = true;
             slot_of[old] = -1;
         }
-        expert_in[p.slot] = p.expert;
-        slot_of[p.expert] = p.slot;
-        states[p.slot]    = slot_state::filling;
         pin(p.slot);
         order->on_use(p.slot, p.expert);
+        put(p.slot, p.expert);
+    }
+}
+
+int32_t slot_pool::reserve(int32_t expert) {
+    POOL_CHECK(expert >= 0 && expert < n_expert(), "expert %d of %d", expert, n_expert());
+    if (slot_of[expert] >= 0) {
+        return -1;
+    }
+    const int32_t slot = order->victim([this](int32_t s) { return pins[s] != 0; });
+    if (slot < 0 || states[slot] != slot_state::empty) { // empty ones are offered first
+        return -1;
+    }
+    order->on_fill(slot, expert);
+    put(slot, expert);
+    return slot;
+}
+
+void slot_pool::keep(int32_t expert) {
+    POOL_CHECK(expert >= 0 && expert < n_expert(), "expert %d of %d", expert, n_expert());
+    POOL_CHECK(slot_of[expert] < 0, "expert %d is in slot %d already", expert, slot_of[expert]);
+    keeps[expert] = 1;
+}
+
+// the policy knows of the slot already
+void slot_pool::put(int32_t slot, int32_t expert) {
+    expert_in[slot] = expert;
+    slot_of[expert] = slot;
+    states[slot]    = slot_state::filling;
+    if (keeps[expert]) {
+        ++n_kept_;
+        order->on_keep(slot);
     }
 }
 
@@ -87,6 +119,7 @@ void slot_pool::drop(int32_t slot) {
 }
 
 void slot_pool::make_empty(int32_t slot) {
+    n_kept_ -= kept(slot);
     slot_of[expert_in[slot]] = -1;
     expert_in[slot]          = -1;
     states[slot]             = slot_state::empty;
@@ -107,16 +140,19 @@ int32_t slot_pool::peek(int32_t expert) const {
 
 void slot_pool::self_check() const {
     int32_t n_pinned = 0;
+    int32_t n_kept   = 0;
     for (int32_t slot = 0; slot < n_slot(); ++slot) {
         const int32_t e = expert_in[slot];
         POOL_CHECK((states[slot] == slot_state::empty) == (e < 0), "slot %d, expert %d", slot, e);
         POOL_CHECK(e < 0 || slot_of[e] == slot, "slot %d holds expert %d, which points to slot %d", slot, e, slot_of[e]);
         n_pinned += pins[slot];
+        n_kept   += kept(slot);
     }
     for (int32_t e = 0; e < n_expert(); ++e) {
         POOL_CHECK(slot_of[e] < 0 || expert_in[slot_of[e]] == e, "expert %d points to slot %d", e, slot_of[e]);
     }
     POOL_CHECK(n_pinned == (int32_t) pin_list.size(), "%d pins, %zu listed", n_pinned, pin_list.size());
+    POOL_CHECK(n_kept == n_kept_, "%d slots of kept experts, %d counted", n_kept, n_kept_);
 }
 
 } // namespace moe

@@ -22,7 +22,8 @@ struct pool_model {
         int32_t expert;
         bool    ready;
         int64_t used_at;
-        int32_t n_use; // since it came
+        int32_t n_use;   // since it came
+        int64_t fill_at; // when it came without being asked for, else 0
     };
 
     policy_kind                kind;
@@ -32,7 +33,9 @@ struct pool_model {
     std::map<int32_t, int64_t> uses;  // expert -> count (lfu)
     std::map<int32_t, std::vector<int64_t>> used; // expert -> when (heat)
     std::set<int32_t>          pins;
-    int64_t                    now = 0;
+    std::set<int32_t>          keeps; // experts
+    int64_t                    now    = 0;
+    int64_t                    n_fill = 0;
 
     int32_t find(int32_t expert) const {
         for (const auto & s : slots) {
@@ -45,6 +48,9 @@ struct pool_model {
 
     void use(int32_t slot) {
         held & h = slots.at(slot);
+        if (keeps.count(h.expert) && (h.used_at > 0 || h.fill_at > 0)) {
+            return; // the policy is not told
+        }
         h.used_at = ++now;
         h.n_use++;
         used[h.expert].push_back(now);
@@ -65,10 +71,19 @@ struct pool_model {
         return false;
     }
 
+    // who leaves first when nothing else tells
+    static int64_t age_order(const held & h) { return h.used_at > 0 ? h.used_at : -h.fill_at; }
+
+    int64_t count(const held & h) const {
+        const auto it = uses.find(h.expert);
+        return it == uses.end() ? 0 : it->second;
+    }
+
     double heat(const held & h) const {
         double sum = 0;
-        for (const int64_t at : used.at(h.expert)) {
-            sum += std::exp2((double) (at - now) / heat_half_life(n_expert));
+        const auto it = used.find(h.expert);
+        for (size_t i = 0; it != used.end() && i < it->second.size(); ++i) {
+            sum += std::exp2((double) (it->second[i] - now) / heat_half_life(n_expert));
         }
         return sum * (h.n_use == 1 ? heat_newcomer : 1.0);
     }
@@ -77,7 +92,7 @@ struct pool_model {
     int32_t victim() const {
         int32_t best = -1;
         for (const auto & s : slots) {
-            if (pins.count(s.first)) {
+            if (pins.count(s.first) || keeps.count(s.second.expert)) {
                 continue;
             }
             if (best < 0) {
@@ -88,9 +103,9 @@ struct pool_model {
             const held & b = slots.at(best);
             bool before = false;
             switch (kind) {
-                case policy_kind::lru: before = a.used_at < b.used_at; break;
-                case policy_kind::lfu: before = std::make_pair(uses.at(a.expert), a.used_at) < std::make_pair(uses.at(b.expert), b.used_at); break;
-                case policy_kind::heat: before = heat(a) < heat(b); break;
+                case policy_kind::lru: before = age_order(a) < age_order(b); break;
+                case policy_kind::lfu: before = std::make_pair(count(a), age_order(a)) < std::make_pair(count(b), age_order(b)); break;
+                case policy_kind::heat: before = std::make_pair(heat(a), age_order(a)) < std::make_pair(heat(b), age_order(b)); break;
             }
             if (before) {
                 best = s.first;
@@ -128,6 +143,7 @@ static void compare(const slot_pool & pool, const pool_model & model, const byte
     for (int32_t s = 0; s < model.n_slot; ++s) {
         const auto it = model.slots.find(s);
         CHECK_EQ(pool.pinned(s), model.pins.count(s) != 0);
+        CHECK_EQ(pool.kept(s), it != model.slots.end() && model.keeps.count(it->second.expert) != 0);
         if (it == model.slots.end()) {
             CHECK(pool.state(s) == slot_state::empty);
             CHECK_EQ(pool.expert(s), -1);
@@ -181,11 +197,24 @@ static void acquire_both(slot_pool & pool, pool_model & model, byte_store & stor
             }
             CHECK(p.evicted);
         }
-        model.slots[p.slot] = { p.expert, false, 0, 0 };
+        model.slots[p.slot] = { p.expert, false, 0, 0, 0 };
         model.pins.insert(p.slot);
         model.use(p.slot);
         std::fill(store.slots[p.slot].begin(), store.slots[p.slot].end(), poison);
     }
+}
+
+static void reserve_both(slot_pool & pool, pool_model & model, byte_store & store, int32_t expert) {
+    const bool    there = model.find(expert) >= 0;
+    const int32_t slot  = pool.reserve(expert);
+    if (there || !model.has_empty_unpinned()) {
+        CHECK_EQ(slot, -1);
+        return;
+    }
+    CHECK(slot >= 0 && slot < model.n_slot);
+    CHECK(model.slots.count(slot) == 0 && model.pins.count(slot) == 0);
+    model.slots[slot] = { expert, false, 0, 1, ++model.n_fill };
+    std::fill(store.slots[slot].begin(), store.slots[slot].end(), poison);
 }
 
 // one pool's life: n_step acquires, with everything that may happen between two of them
@@ -204,7 +233,15 @@ static int64_t run_round(uint64_t seed) {
 
     const uint32_t fail_percent = rnd.percent(50) ? 0 : (uint32_t) rnd.below(60);
     const bool     skewed       = rnd.percent(60);
-    const int32_t  n_max        = std::min(model.n_slot, model.n_expert);
+    const uint32_t fill_percent = rnd.percent(50) ? 0 : (uint32_t) rnd.below(60);
+    const int32_t  n_keep       = rnd.percent(50) ? 0 : (int32_t) rnd.below(std::min(model.n_slot, model.n_expert));
+    while ((int32_t) model.keeps.size() < n_keep) {
+        const int32_t e = (int32_t) rnd.below(model.n_expert);
+        if (model.keeps.insert(e).second) {
+            pool.keep(e);
+        }
+    }
+    const int32_t  n_max        = model.n_slot >= model.n_expert ? model.n_expert : model.n_slot - n_keep;
     const int32_t  n_step       = (int32_t) rnd.between(20, 200);
 
     set_check_context("round seed " + std::to_string(seed) + ": " + policy_name(model.kind) + ", " +
@@ -222,6 +259,10 @@ static int64_t run_round(uint64_t seed) {
         }
         acquire_both(pool, model, store, experts);
         compare(pool, model, store);
+        while (rnd.percent(fill_percent)) {
+            reserve_both(pool, model, store, (int32_t) rnd.below(model.n_expert));
+            compare(pool, model, store);
+        }
 
         std::vector<int32_t> filling;
         for (const auto & s : model.slots) {

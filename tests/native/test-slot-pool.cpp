@@ -190,6 +190,96 @@ TEST(lfu_keeps_the_favourite) {
     }
 }
 
+TEST(a_kept_expert_stays) {
+    for_each_policy([](policy_kind kind) {
+        slot_pool pool(4, 40, kind);
+        pool.keep(7);
+        pool.keep(9);
+        acquire_and_commit(pool, { 7 });
+        CHECK_EQ(pool.n_kept(), 1);
+        const int32_t slot = pool.peek(7);
+        CHECK(pool.kept(slot));
+        for (int32_t e = 10; e < 30; ++e) { // whoever comes, and however often
+            acquire_and_commit(pool, { e, e + 1, e + 2 });
+            acquire_and_commit(pool, { e, e + 1, e + 2 });
+            CHECK_EQ(pool.peek(7), slot);
+        }
+        acquire_and_commit(pool, { 9, 30 });
+        for (int32_t e = 10; e < 30; ++e) {
+            acquire_and_commit(pool, { e, e + 1 });
+            CHECK_EQ(pool.peek(7), slot);
+            CHECK(pool.peek(9) >= 0);
+            CHECK_EQ(pool.n_kept(), 2);
+        }
+        CHECK_ABORTS("no victim", acquire(pool, { 1, 2, 3 }));
+        // with it, all slots can be asked for
+        for (const placement & p : acquire_and_commit(pool, { 7, 9, 1, 2 })) {
+            CHECK_EQ(p.miss, p.expert < 7);
+        }
+    });
+}
+
+TEST(a_kept_expert_whose_fill_failed_is_in_no_slot) {
+    for_each_policy([](policy_kind kind) {
+        slot_pool pool(2, 9, kind);
+        pool.keep(3);
+        const auto out = acquire(pool, { 3 });
+        CHECK_EQ(pool.n_kept(), 1);
+        pool.fail(out[0].slot);
+        CHECK_EQ(pool.n_kept(), 0);
+        acquire_and_commit(pool, { 4, 5 }); // its slot is as good as any
+        const int32_t slot = acquire_and_commit(pool, { 3 })[0].slot;
+        CHECK(pool.kept(slot));
+        pool.drop(slot);
+        pool.self_check();
+        CHECK_EQ(pool.n_kept(), 0);
+        CHECK(!pool.kept(slot));
+        acquire_and_commit(pool, { 6, 7 });
+    });
+}
+
+TEST(reserve_takes_empty_slots_only) {
+    for_each_policy([](policy_kind kind) {
+        slot_pool pool(3, 9, kind);
+        acquire_and_commit(pool, { 4 });
+        CHECK_EQ(pool.reserve(4), -1); // it is there
+        const int32_t slot = pool.reserve(5);
+        CHECK(slot >= 0 && slot != pool.peek(4));
+        CHECK(pool.state(slot) == slot_state::filling);
+        CHECK(!pool.pinned(slot));
+        CHECK_EQ(pool.peek(5), -1);
+        CHECK_EQ(pool.reserve(5), -1); // it is on its way
+        const int32_t other = pool.reserve(6);
+        CHECK(other >= 0 && other != slot);
+        pool.fail(other);
+        pool.self_check();
+        CHECK_EQ(pool.reserve(7), other);
+        pool.commit(slot);
+        pool.commit(other);
+        pool.self_check();
+        CHECK_EQ(pool.reserve(8), -1); // none is empty
+        CHECK_EQ(pool.peek(5), slot);
+        CHECK(!acquire(pool, { 5 })[0].miss);
+    });
+}
+
+TEST(what_was_filled_first_stays_longest) {
+    for_each_policy([](policy_kind kind) {
+        slot_pool pool(5, 20, kind);
+        acquire_and_commit(pool, { 0 });
+        for (const int32_t e : { 7, 3, 9, 5 }) { // the order of a map
+            pool.commit(pool.reserve(e));
+            pool.self_check();
+        }
+        for (const int32_t leaves : { 5, 9, 3, 7 }) {
+            const int32_t slot = pool.peek(leaves);
+            const auto out = acquire_and_commit(pool, { 10 + leaves, 0 }); // 0 is in use all the time
+            CHECK_EQ(out[0].slot, slot);
+            acquire_and_commit(pool, { 10 + leaves }); // and what came is used too
+        }
+    });
+}
+
 TEST(misuse_aborts) {
     for_each_policy([](policy_kind kind) {
         slot_pool pool(2, 5, kind);
@@ -208,6 +298,9 @@ TEST(misuse_aborts) {
         pool.commit(out[0].slot);
         CHECK_ABORTS("commit of slot",             pool.commit(out[0].slot));
         CHECK_ABORTS("fail of slot",               pool.fail(out[0].slot));
+        CHECK_ABORTS("expert 5 of 5",              pool.reserve(5));
+        CHECK_ABORTS("expert -1 of 5",             pool.keep(-1));
+        CHECK_ABORTS("expert 4 is in slot",        pool.keep(4));
     });
 }
 
