@@ -149,6 +149,7 @@ public:
     void advance(size_t i_batch) { now = i_batch; }
 
     void on_use(int32_t slot, int32_t expert) override { expert_in[slot] = expert; }
+    void on_fill(int32_t slot, int32_t expert) override { expert_in[slot] = expert; }
     void on_keep(int32_t slot) override { kept[slot] = true; }
 
     void on_empty(int32_t slot) override {
