@@ -74,7 +74,7 @@ def fio_argv(file: Path, slab_bytes: int, seconds: float, mode: str, way: Way, s
     return [
         "fio", "--name=read", f"--filename={file}", "--rw=randread", f"--bs={-(-slab_bytes // BLOCK) * BLOCK}", f"--blockalign={BLOCK}",
         "--norandommap", f"--direct={int(mode == 'direct')}", *engine, f"--numjobs={way.workers}", "--thread", "--group_reporting",
-        "--time_based", f"--runtime={seconds}", f"--randseed={seed}", "--output-format=json",
+        "--time_based", f"--runtime={round(seconds * 1000)}ms", f"--randseed={seed}", "--output-format=json",
     ]  # fmt: skip
 
 

@@ -25,7 +25,15 @@ def test_both_sides_read_alike() -> None:
     ours = io_read.ours_argv(Path("p"), Path("f"), 5000, 2, "direct", way, 7)
     assert ours == ["p", "f", "5000", "2", "direct", "uring", "2", "4", "7"]
     fio = io_read.fio_argv(Path("f"), 5000, 2, "direct", way, 7)
-    for wanted in ("--bs=8192", "--direct=1", "--ioengine=io_uring", "--iodepth=4", "--numjobs=2", "--randseed=7"):
+    for wanted in (
+        "--bs=8192",
+        "--direct=1",
+        "--ioengine=io_uring",
+        "--iodepth=4",
+        "--numjobs=2",
+        "--randseed=7",
+        "--runtime=2000ms",
+    ):
         assert wanted in fio
     threads = io_read.fio_argv(Path("f"), 8192, 2, "buffered", Way("threads", 3, 3), 7)
     for wanted in ("--bs=8192", "--direct=0", "--ioengine=psync", "--numjobs=3"):
