@@ -66,10 +66,10 @@ def test_a_file_truncated_under_the_server(
             assert server.alive()
             errors = server.stats()["totals"]["read_errors"]
             assert errors > 0
-            assert re.search(
-                rf"moestream: reading \d+ bytes at offset \d+ of '{demo_copy}' failed at offset \d+: .*was the file truncated",
-                server.text(),
+            line = (
+                rf"moestream: reading \d+ bytes at offset \d+ of '{demo_copy}' failed at offset \d+: .*was the file truncated"
             )
+            until(lambda: re.search(line, server.text()), "the error in the log, which a thread writes")
 
             assert server.post_completion(PROMPT + " the", 60).status_code == 500
             assert server.stats()["totals"]["read_errors"] > errors

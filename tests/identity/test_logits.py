@@ -139,7 +139,10 @@ def test_demo(demo: Path, arguments: tuple[str, ...], env: dict[str, str]) -> No
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 @pytest.mark.parametrize("backend", ["threads", "uring"])
 def test_demo_read_by(demo: Path, io: str, backend: str) -> None:
-    assert compare(demo, "--repack", "--slots", "6,8,64", "--moe-io", io, "--moe-io-backend", backend) == {"slots": 5, "staging": 4}
+    assert compare(demo, "--repack", "--slots", "6,8,64", "--moe-io", io, "--moe-io-backend", backend) == {
+        "slots": 5,
+        "staging": 4,
+    }
 
 
 @pytest.mark.parametrize("layout", ["qwen2moe", "openai-moe", "gemma4"])
