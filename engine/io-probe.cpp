@@ -297,9 +297,15 @@ io_choice choose_io(const io_wish & wish, bool fits, const probe_result & probe)
     const io_mode like = fastest(probe, out.mode, measured) ? out.mode : io_mode::direct;
     if (out.n_in_flight == 0) {
         out.n_in_flight = default_in_flight;
-        const probe_rate * best  = fastest(probe, like, measured);
         const probe_rate * usual = fastest(probe, like, measured, default_in_flight);
-        if (best && usual && is_better(*best, *usual, better_percent)) {
+        const probe_rate * best  = usual;
+        for (const probe_rate & r : probe.rates) {
+            const int32_t percent = r.n_in_flight < default_in_flight ? much_better_percent : better_percent;
+            if (usual && r.mode == like && r.n_in_flight >= min_in_flight && is_better(r, *usual, percent) && is_better(r, *best, 0)) {
+                best = &r;
+            }
+        }
+        if (best) {
             out.n_in_flight = best->n_in_flight;
         }
     }
@@ -309,7 +315,7 @@ io_choice choose_io(const io_wish & wish, bool fits, const probe_result & probe)
         const probe_rate * uring   = fastest(probe, like, io_backend::uring);
         if (threads && uring && is_better(*uring, *threads, better_percent)) {
             out.backend     = io_backend::uring;
-            out.n_in_flight = wish.n_in_flight ? wish.n_in_flight : uring->n_in_flight;
+            out.n_in_flight = wish.n_in_flight ? wish.n_in_flight : std::max(uring->n_in_flight, default_in_flight);
         }
     }
     for (const probe_rate * r : { direct, buffered }) {

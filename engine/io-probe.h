@@ -58,11 +58,14 @@ struct io_wish {
     int32_t    n_in_flight = 0; // 0: automatic
 };
 
-// what automatic choices are when nothing was measured, and how much better (in percent) another must be to take their place
-constexpr int32_t default_in_flight    = 4;
-constexpr int32_t max_in_flight        = 8;
-constexpr int32_t better_percent       = 15;
-constexpr int32_t much_better_percent  = 50; // for buffered reads that displace what memory is short of
+// What automatic choices are when nothing was measured, and how much better (in percent) another must be to take their place. Buffered
+// reads displace what memory is short of, and with fewer reads under way copies and conversions, which are not measured, hold them up:
+// those must be much better.
+constexpr int32_t default_in_flight   = 4;
+constexpr int32_t min_in_flight       = 2;
+constexpr int32_t max_in_flight       = 8;
+constexpr int32_t better_percent      = 15;
+constexpr int32_t much_better_percent = 50;
 
 struct io_choice {
     io_mode     mode;
