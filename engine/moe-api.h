@@ -3,7 +3,7 @@
 // What tools and tests see of the streaming engine. Settings reach a model at load time as reserved keys among
 // llama_model_params::kv_overrides (llama_model_params itself is mirrored by bindings and gets no field):
 //
-//   moestream.slots       int   slots per MoE layer; MOE_SLOTS_ALL, MOE_SLOTS_AUTO; absent or 0: streaming is off
+//   moestream.slots       int   slots per MoE layer; MOE_SLOTS_ALL, MOE_SLOTS_AUTO, MOE_SLOTS_MAP; absent or 0: streaming is off
 //   moestream.io_threads  int   reads under way, 1..256 (default: 4, or what measures better at start)
 //   moestream.io          str   "auto", "direct" or "buffered" (default auto)
 //   moestream.io_backend  str   "auto", "threads" or "uring" (default auto)
@@ -12,6 +12,9 @@
 //   moestream.overlap     bool  compute the shared FFN and with experts that are there while others are read (default true)
 //   moestream.trace_limit int   MiB that the trace may have (default 1024)
 //   moestream.files       int   from moe_add_files(): paths, for which an override has too little room
+//   moestream.map_pin     int   experts a layer that never leave their slot, the most used of the router map (default 0)
+//   moestream.warm        int   fill empty slots before anybody asks, and wait for that for so many seconds when the first context is made;
+//                               absent or negative: do not
 // What slots "auto" leaves room for:
 //   moestream.n_ctx       int   the context; 0: the model's own
 //   moestream.n_ubatch    int   tokens that are computed at once (default 512)
@@ -24,11 +27,12 @@
 
 #define MOE_SLOTS_AUTO (-1)
 #define MOE_SLOTS_ALL  (-2)
+#define MOE_SLOTS_MAP  (-3) // what the router map says of each layer
 
 // the flags of every tool; value is what follows the flag. Throws std::invalid_argument naming value and choices.
 struct moe_flag {
     const char * name;  // "--moe-slots"
-    const char * value; // "N|all|auto"
+    const char * value; // "N|all|auto|map"
     const char * help;
     const char * env;   // "LLAMA_ARG_MOE_SLOTS"
     void (*apply)(std::vector<llama_model_kv_override> & overrides, const std::string & value);

@@ -84,9 +84,10 @@ static int64_t parse_int(const char * flag, const std::string & value, int64_t m
 const std::vector<moe_flag> & moe_flags() {
     static const std::vector<moe_flag> flags = {
         {
-            "--moe-slots", "N|all|auto",
+            "--moe-slots", "N|all|auto|map",
             "stream the experts of a mixture-of-experts model from its file: each MoE layer keeps N expert slots in memory\n"
-            "(at least as many as experts are used per token; 'all': one for every expert; 'auto': what fits into memory)",
+            "(at least as many as experts are used per token; 'all': one for every expert; 'auto': what fits into memory;\n"
+            "'map': as many in each layer as the router map says)",
             "LLAMA_ARG_MOE_SLOTS",
             [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
                 int64_t n;
@@ -94,8 +95,10 @@ const std::vector<moe_flag> & moe_flags() {
                     n = MOE_SLOTS_ALL;
                 } else if (value == "auto") {
                     n = MOE_SLOTS_AUTO;
+                } else if (value == "map") {
+                    n = MOE_SLOTS_MAP;
                 } else {
-                    n = parse_int("--moe-slots", value, 1, 1000000, "a number of slots from 1, 'all' or 'auto'");
+                    n = parse_int("--moe-slots", value, 1, 1000000, "a number of slots from 1, 'all', 'auto' or 'map'");
                 }
                 set_int(overrides, "moestream.slots", n);
             },
@@ -187,6 +190,35 @@ const std::vector<moe_flag> & moe_flags() {
             [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
                 set_int(overrides, "moestream.trace_limit",
                         parse_int("--moe-trace-limit", value, 1, 1 << 30, "a number of MiB from 1"));
+            },
+        },
+        {
+            "--moe-map", "FILE",
+            "the model's router map: which experts are used most; for --moe-map-pin, --moe-warm and --moe-slots map",
+            "LLAMA_ARG_MOE_MAP",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                if (value.empty()) {
+                    refuse("--moe-map", value, "the path of a router map");
+                }
+                moe_set_file(overrides, &moe_files::map, value);
+            },
+        },
+        {
+            "--moe-map-pin", "N",
+            "experts of each MoE layer that never leave their slot: the N most used of the router map (default: 0)",
+            "LLAMA_ARG_MOE_MAP_PIN",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                set_int(overrides, "moestream.map_pin", parse_int("--moe-map-pin", value, 0, 1000000, "a number of experts"));
+            },
+        },
+        {
+            "--moe-warm", "SECONDS|off",
+            "fill empty slots before anybody asks, the most used experts of the router map first, while nothing is computed;\n"
+            "loading waits for that for SECONDS at most (0: not at all) (default: off)",
+            "LLAMA_ARG_MOE_WARM",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                set_int(overrides, "moestream.warm",
+                        value == "off" ? -1 : parse_int("--moe-warm", value, 0, 86400, "a number of seconds up to 86400, or 'off'"));
             },
         },
     };

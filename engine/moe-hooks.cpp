@@ -4,8 +4,9 @@
 
 #include "budget.h"
 #include "header-check.h"
-#include "moe-gate.h"
 #include "io-probe.h"
+#include "moe-gate.h"
+#include "router-map.h"
 #include "stream.h"
 #include "uring.h"
 
@@ -218,7 +219,7 @@ struct block_identity {
 // what decides how a batch is served, known before there is a stream
 struct layer_shape {
     int32_t n_expert;
-    int32_t n_slot;
+    int32_t n_free_slot;
 };
 
 } // namespace
@@ -233,11 +234,15 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     bool             extra_bufts  = true; // upstream's --repack
     moe_files        files        = { sizeof(moe_files), nullptr, nullptr };
     uint64_t         trace_limit  = 1024ull << 20; // bytes
+    int32_t          map_pin      = 0;
+    int64_t          warm_s       = -1; // seconds that loading waits for warm fills; negative: there are none
+    std::unique_ptr<moe::router_map> map;
 
     // layout
     std::map<int32_t, std::vector<file_tensor>> layers; // by block number
     std::vector<block_identity> identity;               // of the file, also of blocks that the model does not use
-    int32_t      n_slot       = 0;
+    int32_t      n_slot       = 0; // of the layer with the most
+    std::map<int32_t, int32_t> n_slot_of; // by block number, with slots "map"
     int32_t      n_used_max   = 0; // experts that a token uses, in the layer with the most
     uint64_t     expert_bytes = 0; // of all experts in the files
     uint64_t     dense_bytes  = 0; // of everything else
@@ -268,6 +273,11 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
 
     uint64_t staging_bytes() const {
         return n_ring > 0 ? n_ring * ring_bytes + tensor_pad : 2 * half_bytes;
+    }
+
+    int32_t n_slot_in(int32_t il, int64_t n_expert) const {
+        const auto it = n_slot_of.find(il);
+        return (int32_t) std::min<int64_t>(it == n_slot_of.end() ? n_slot : it->second, n_expert);
     }
 
     std::string stats_json() {
@@ -598,6 +608,24 @@ static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
         }
         moe.trace_limit = (uint64_t) o->val_i64 << 20;
     }
+    if (const auto * o = setting(ml, "moestream.map_pin", LLAMA_KV_OVERRIDE_TYPE_INT)) {
+        if (o->val_i64 < 0 || o->val_i64 > 1000000) {
+            throw std::runtime_error(format("--moe-map-pin %lld: expected a number of experts", (long long) o->val_i64));
+        }
+        moe.map_pin = (int32_t) o->val_i64;
+    }
+    if (const auto * o = setting(ml, "moestream.warm", LLAMA_KV_OVERRIDE_TYPE_INT)) {
+        moe.warm_s = std::min<int64_t>(o->val_i64, 86400);
+    }
+    if (!moe.files.map) {
+        for (const char * needs_map : { moe.map_pin > 0 ? "--moe-map-pin" : nullptr, moe.slots_wanted == MOE_SLOTS_MAP ? "--moe-slots map" : nullptr }) {
+            if (needs_map) {
+                throw std::runtime_error(format("%s does nothing without --moe-map; hint: add --moe-map FILE, or leave out %s", needs_map, needs_map));
+            }
+        }
+    } else if (moe.map_pin == 0 && moe.warm_s < 0 && moe.slots_wanted != MOE_SLOTS_MAP) {
+        throw std::runtime_error("--moe-map does nothing alone; hint: add --moe-map-pin N, --moe-warm SECONDS or --moe-slots map, or leave it out");
+    }
 }
 
 static void refuse_combinations(const moe_stream & moe, const llama_model_loader & ml, const llama_model_params & params,
@@ -670,6 +698,71 @@ static void find_experts(moe_stream & moe, const llama_model_loader & ml, const 
         }
     }
     moe.dense_bytes = ml.n_bytes - moe.expert_bytes;
+}
+
+static std::string fingerprint_of(const moe_stream & moe, const std::string & arch, const std::vector<moe::open_file> & files);
+static std::vector<moe::open_file> open_files(const llama_model_loader & ml);
+
+// the map must be the model's
+static void read_map(moe_stream & moe, const llama_model_loader & ml) {
+    if (!moe.files.map) {
+        return;
+    }
+    const char * const hint = "hint: make a map of this model (moestream map make)";
+    try {
+        moe.map = std::make_unique<moe::router_map>(moe::read_router_map(moe.files.map));
+    } catch (const std::exception & e) {
+        throw std::runtime_error(format("--moe-map %s", e.what()));
+    }
+    const std::string ours = fingerprint_of(moe, ml.arch_name, open_files(ml));
+    if (moe.map->fingerprint != ours) {
+        throw std::runtime_error(format("--moe-map %s: this is a map of another model, '%s' (%s), not of the one to load (%s); %s", moe.files.map,
+                moe.map->model_name.c_str(), moe.map->fingerprint.c_str(), ours.c_str(), hint));
+    }
+    for (const moe::map_layer & l : moe.map->layers) {
+        const auto it = moe.layers.find(l.layer);
+        if (it == moe.layers.end()) {
+            throw std::runtime_error(format("--moe-map %s: the model has no experts in layer %d; %s", moe.files.map, l.layer, hint));
+        }
+        if ((int64_t) l.counts.size() != it->second[0].n_expert) {
+            throw std::runtime_error(format("--moe-map %s: layer %d has %lld experts, the map counts %zu; %s", moe.files.map, l.layer,
+                    (long long) it->second[0].n_expert, l.counts.size(), hint));
+        }
+    }
+    if (moe.slots_wanted == MOE_SLOTS_MAP && !moe.map->has_slots) {
+        throw std::runtime_error(format("--moe-slots map: %s does not say how many slots a layer gets; hint: moestream map make --budget, or --moe-slots N",
+                moe.files.map));
+    }
+}
+
+// a token must find slots beside those of pinned experts
+static void check_pins(const moe_stream & moe, const llama_hparams & hparams) {
+    for (const auto & [il, tensors] : moe.layers) {
+        const int32_t n_slot = moe.n_slot_in(il, tensors[0].n_expert);
+        const int32_t most   = n_slot - (int32_t) hparams.n_expert_used(il);
+        if (moe.map_pin > most && (!moe.map || moe.map->find(il))) {
+            throw std::runtime_error(format("--moe-map-pin %d is too many: layer %d has %d slots, and a token of this model uses %u experts; hint: %smore slots", moe.map_pin,
+                    il, n_slot, hparams.n_expert_used(il), most > 0 ? format("--moe-map-pin %d or less, or ", most).c_str() : ""));
+        }
+    }
+}
+
+// what the map says of a layer that the model uses: the pinned experts, and the order of warm fills
+static void apply_map(const moe_stream & moe, moe::layer_desc & d) {
+    std::vector<int32_t> by_use;
+    if (moe.map) {
+        const moe::map_layer * l = moe.map->find(d.layer);
+        if (!l) {
+            throw std::runtime_error(format("--moe-map %s: layer %d is missing; hint: make a map of this model (moestream map make)", moe.files.map, d.layer));
+        }
+        by_use = l->by_use();
+        for (int32_t i = 0; i < moe.map_pin && l->counts[by_use[i]] > 0; ++i) {
+            d.kept.push_back(by_use[i]);
+        }
+    }
+    for (int32_t i = 0; i < d.n_slot && moe.warm_s >= 0; ++i) {
+        d.warm.push_back(moe.map ? by_use[i] : i);
+    }
 }
 
 static uint64_t align_up(uint64_t n, uint64_t to) {
@@ -760,12 +853,25 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         throw std::runtime_error(format("--moe-slots %lld is too few: a token of this model uses %lld experts a layer; hint: --moe-slots %lld or more",
                 (long long) moe.slots_wanted, (long long) n_used_max, (long long) n_used_max));
     }
+    if (moe.slots_wanted == MOE_SLOTS_MAP) {
+        for (const moe::map_layer & l : moe.map->layers) {
+            const int64_t n_used = hparams.n_expert_used(l.layer);
+            if (l.n_slot < n_used) {
+                throw std::runtime_error(format("--moe-slots map: %s gives layer %d %d slots, which is too few: a token of this model uses %lld experts a layer; "
+                        "hint: make the map again with a larger --budget", moe.files.map, l.layer, l.n_slot, (long long) n_used));
+            }
+            int32_t & n_slot = moe.n_slot_of[l.layer];
+            n_slot = (int32_t) std::min<int64_t>(std::max(l.n_slot, is_repacked ? 2 : 1), (int64_t) l.counts.size());
+            moe.n_slot = std::max(moe.n_slot, n_slot);
+        }
+    }
+    const int64_t wanted = moe.slots_wanted == MOE_SLOTS_MAP ? moe.n_slot : moe.slots_wanted;
     if (moe.slots_wanted == MOE_SLOTS_AUTO && moe.memory.available_bytes == 0) {
         throw std::runtime_error("--moe-slots auto: this system does not say how much memory is available; hint: --moe-slots N");
     }
-    if (moe.slots_wanted <= 0 && moe.slots_wanted != MOE_SLOTS_AUTO) {
-        throw std::runtime_error(format("setting 'moestream.slots' is %lld: expected a number of slots, %d (auto) or %d (all)",
-                (long long) moe.slots_wanted, MOE_SLOTS_AUTO, MOE_SLOTS_ALL));
+    if (wanted <= 0 && wanted != MOE_SLOTS_AUTO) {
+        throw std::runtime_error(format("setting 'moestream.slots' is %lld: expected a number of slots, %d (auto), %d (all) or %d (map)",
+                (long long) moe.slots_wanted, MOE_SLOTS_AUTO, MOE_SLOTS_ALL, MOE_SLOTS_MAP));
     }
 
     const context_plan plan(ml, hparams);
@@ -780,7 +886,7 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
     static std::mutex mutex;
     static std::map<key, decision> decided;
     std::lock_guard<std::mutex> lock(mutex);
-    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch, moe.slots_wanted, moe.staging_wanted };
+    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch, wanted, moe.staging_wanted };
     auto it = decided.find(this_one);
     if (it == decided.end()) {
         moe::slot_budget b;
@@ -794,11 +900,11 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
 
         decision d;
         // upstream's repacked kernels take no tensor of one expert
-        d.n_slot = (int32_t) std::min(std::max<int64_t>(moe.slots_wanted, is_repacked ? 2 : 1), n_expert_max);
+        d.n_slot = (int32_t) std::min(std::max<int64_t>(wanted, is_repacked ? 2 : 1), n_expert_max);
         d.ring   = moe.staging_wanted == staging_kind::ring;
         b.staging_bytes = 2 * moe.half_bytes;
         if (moe.staging_wanted == staging_kind::automatic && moe.overlap && moe.memory.available_bytes > 0) {
-            d.ring = moe::staging_is_too_large(b, moe.slots_wanted > 0 ? d.n_slot : 0);
+            d.ring = moe::staging_is_too_large(b, wanted > 0 ? d.n_slot : 0);
         }
         if (d.ring) {
             b.staging_bytes = moe.staging_bytes();
@@ -830,6 +936,7 @@ std::shared_ptr<moe_stream> moe_load_begin(
             { "moestream.io_threads", "--moe-io-threads" }, { "moestream.io", "--moe-io" },
             { "moestream.io_backend", "--moe-io-backend" }, { "moestream.policy", "--moe-policy" }, { "moestream.overlap", "--moe-overlap" },
             { "moestream.staging", "--moe-staging" }, { "moestream.trace_limit", "--moe-trace-limit" },
+            { "moestream.map_pin", "--moe-map-pin" }, { "moestream.warm", "--moe-warm" },
         };
         for (const auto & [key, flag] : needs_slots) {
             if (ml.kv_overrides.count(key)) {
@@ -838,6 +945,9 @@ std::shared_ptr<moe_stream> moe_load_begin(
         }
         if (read_files(ml).trace) {
             throw std::runtime_error("--moe-trace does nothing without --moe-slots; hint: add --moe-slots N, or leave out --moe-trace");
+        }
+        if (read_files(ml).map) {
+            throw std::runtime_error("--moe-map does nothing without --moe-slots; hint: add --moe-slots N, or leave out --moe-map");
         }
         return nullptr;
     }
@@ -857,10 +967,12 @@ std::shared_ptr<moe_stream> moe_load_begin(
     }
     check_model(*moe, hparams);
     refuse_combinations(*moe, ml, params, devices);
+    read_map(*moe, ml);
     lay_out_staging(*moe);
     lay_out_ring(*moe);
     moe->memory = moe::available_memory();
     decide_slots(*moe, ml, hparams);
+    check_pins(*moe, hparams);
 
     // unless asked for, no mapping: dense weights are read once and stay resident
     if (params.load_mode == LLAMA_LOAD_MODE_AUTO) {
@@ -889,7 +1001,7 @@ ggml_backend_buffer_type_t moe_load_tensor(
     for (const file_tensor & t : it->second) {
         if (t.name == name) {
             ml.size_data -= ggml_nbytes(t_meta);
-            t_meta->ne[2] = std::min<int64_t>(moe->n_slot, t_meta->ne[2]);
+            t_meta->ne[2] = moe->n_slot_in(tn.bid, t_meta->ne[2]);
             t_meta->nb[3] = t_meta->nb[2] * t_meta->ne[2];
             return pool_buft();
         }
@@ -1100,6 +1212,14 @@ static std::string base_name(const std::string & path) {
     return path.substr(path.find_last_of('/') + 1);
 }
 
+static std::vector<moe::open_file> open_files(const llama_model_loader & ml) {
+    std::vector<moe::open_file> files;
+    for (const auto & file : ml.files) {
+        files.push_back({ file->file_id(), path_of(*file) });
+    }
+    return files;
+}
+
 static uint64_t fnv1a(uint64_t h, const void * data, size_t size) {
     for (size_t i = 0; i < size; ++i) {
         h = (h ^ ((const uint8_t *) data)[i]) * 0x100000001b3u;
@@ -1199,7 +1319,8 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
                 }
             }
         }
-        moe->shapes.push_back({ d.n_expert, d.n_slot });
+        apply_map(*moe, d);
+        moe->shapes.push_back({ d.n_expert, d.n_free_slot() });
         descs.push_back(d);
     }
 
@@ -1207,10 +1328,9 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
         return;
     }
 
-    std::vector<moe::open_file> files;
-    for (size_t i = 0; i < ml.files.size(); ++i) {
-        files.push_back({ ml.files[i]->file_id(), path_of(*ml.files[i]) });
-        moe->paths.push_back(files.back().name);
+    const std::vector<moe::open_file> files = open_files(ml);
+    for (const moe::open_file & file : files) {
+        moe->paths.push_back(file.name);
     }
 
     moe::stream_report & r = moe->report;
@@ -1219,8 +1339,12 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     r.model           = base_name(files[0].name);
     r.fingerprint     = fingerprint_of(*moe, ml.arch_name, files);
     r.n_slot          = moe->n_slot;
-    r.slots_requested = moe->slots_wanted == MOE_SLOTS_ALL ? "all" : moe->slots_wanted == MOE_SLOTS_AUTO ? "auto" : std::to_string(moe->slots_wanted);
+    r.slots_requested = moe->slots_wanted == MOE_SLOTS_ALL ? "all" : moe->slots_wanted == MOE_SLOTS_AUTO ? "auto" :
+        moe->slots_wanted == MOE_SLOTS_MAP ? "map" : std::to_string(moe->slots_wanted);
     r.policy          = moe::policy_name(moe->policy);
+    r.map             = moe->map ? base_name(moe->files.map) : "";
+    r.map_pin         = moe->map_pin;
+    r.warm            = moe->warm_s < 0 ? "off" : moe->warm_s == 0 ? "background" : std::to_string(moe->warm_s) + " s";
     r.overlap         = moe->overlap;
     r.placement       = "cpu";
     size_t n_repacked = 0;
@@ -1278,6 +1402,19 @@ static void check_memory(const moe_stream & moe) {
             format("--moe-slots %lld", (long long) fit).c_str() : "a smaller context (-c) or batch (-ub), or free memory"));
 }
 
+// dry runs may come while this goes on: they compute with whatever the slots hold
+static void warm_slots(moe_stream & moe) {
+    try {
+        moe.stream->start_warm();
+    } catch (const std::exception & e) {
+        LLAMA_LOG_WARN("moestream: no thread to fill empty slots with (%s): they are filled as experts are asked for\n", e.what());
+        return;
+    }
+    if (moe.warm_s > 0 && !moe.stream->wait_warm(std::chrono::seconds(moe.warm_s))) {
+        LLAMA_LOG_WARN("moestream: not all slots are filled after %lld s (--moe-warm); the rest is filled in the background\n", (long long) moe.warm_s);
+    }
+}
+
 void moe_context_created(const llama_model & model, llama_context * ctx) {
     moe_stream * moe = model.hparams.moe;
     if (!moe || !moe->stream) {
@@ -1292,7 +1429,7 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
         compute += mb.compute;
     }
 
-    std::lock_guard<std::mutex> lock(moe->report_mutex);
+    std::unique_lock<std::mutex> lock(moe->report_mutex);
     moe::stream_report & r = moe->report;
     const bool first = r.memory.pool_bytes == 0;
     if (first && r.io_mode == moe::io_mode_name(moe::io_mode::direct)) {
@@ -1322,6 +1459,9 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
         LLAMA_LOG_WARN("moestream: reads: %s, %d in flight by %d %s (%s); policy %s; overlap %s; experts on the %s\n", r.io_mode.c_str(),
                 r.io_in_flight, r.io_threads, r.io_backend == moe::io_backend_name(moe::io_backend::uring) ? "threads with io_uring" : "threads",
                 r.io_reason.c_str(), r.policy.c_str(), r.overlap ? "on" : "off", r.placement.c_str());
+        if (moe->map || moe->warm_s >= 0) {
+            LLAMA_LOG_WARN("moestream: router map: %s, %d experts a layer pinned; warm: %s\n", moe->map ? r.map.c_str() : "none", r.map_pin, r.warm.c_str());
+        }
         LLAMA_LOG_WARN("moestream: kernels: experts %s, dense weights %s; same bits as %s\n", r.kernels_expert.c_str(), r.kernels_dense.c_str(),
                 r.same_bits_as.c_str());
     }
@@ -1339,6 +1479,10 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
         std::lock_guard<std::mutex> lock_live(live_mutex);
         live.erase(std::remove_if(live.begin(), live.end(), [](const auto & w) { return w.expired(); }), live.end());
         live.push_back(moe->weak_from_this());
+    }
+    lock.unlock();
+    if (first && moe->warm_s >= 0) {
+        warm_slots(*moe);
     }
 }
 
@@ -1432,7 +1576,7 @@ static bool is_node(const ggml_tensor * t, ggml_custom_op_t fun) {
 
 static bool is_staged(const moe_stream * moe, int32_t i_layer, const ggml_tensor * ids) {
     const layer_shape & s = moe->shapes[i_layer];
-    return !moe::fits_slots(s.n_expert, s.n_slot, ids->ne[0], ids->ne[1]);
+    return !moe::fits_slots(s.n_expert, s.n_free_slot, ids->ne[0], ids->ne[1]);
 }
 
 ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * selected, ggml_tensor * down_exps) {

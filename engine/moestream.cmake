@@ -9,6 +9,7 @@ set(MOESTREAM_SOURCES
     moe-hooks.cpp
     policy.cpp
     reader.cpp
+    router-map.cpp
     slot-pool.cpp
     stats.cpp
     stream.cpp
@@ -36,6 +37,10 @@ set_source_files_properties(${MOESTREAM_SOURCES} TARGET_DIRECTORY llama PROPERTI
 # the only file that sees upstream's internals
 set_source_files_properties("${MOESTREAM_ENGINE_DIR}/moe-hooks.cpp" TARGET_DIRECTORY llama PROPERTIES
     INCLUDE_DIRECTORIES "${PROJECT_SOURCE_DIR}/src;${PROJECT_SOURCE_DIR}/ggml/src")
+
+# a library of upstream's, of headers alone
+set_source_files_properties("${MOESTREAM_ENGINE_DIR}/router-map.cpp" TARGET_DIRECTORY llama PROPERTIES
+    INCLUDE_DIRECTORIES "${PROJECT_SOURCE_DIR}/vendor")
 
 if (TARGET llama-common)
     # the flags' parser checks names with the same functions as the engine

@@ -8,6 +8,7 @@ namespace {
 
 struct counters {
     uint64_t hits = 0, misses = 0, evictions = 0, bytes_needed = 0, bytes_read = 0, bytes_copied = 0, stall_us = 0;
+    uint64_t warm_filled = 0, warm_bytes = 0, pins = 0;
 
     void add(const layer_stats & l) {
         hits         += l.hits;
@@ -17,11 +18,15 @@ struct counters {
         bytes_read   += l.bytes_read;
         bytes_copied += l.bytes_copied;
         stall_us     += l.stall_us;
+        warm_filled  += l.warm_filled;
+        warm_bytes   += l.warm_bytes;
+        pins         += l.pins;
     }
 
     void write(json_object & o) const {
         o.add("hits", hits).add("misses", misses).add("evictions", evictions).add("bytes_needed", bytes_needed)
-            .add("bytes_read", bytes_read).add("bytes_copied", bytes_copied).add("stall_us", stall_us);
+            .add("bytes_read", bytes_read).add("bytes_copied", bytes_copied).add("stall_us", stall_us)
+            .add("warm_filled", warm_filled).add("warm_bytes", warm_bytes).add("pins", pins);
     }
 };
 
@@ -69,6 +74,8 @@ std::string stats_json(const stream_report & r, const stream_stats & s) {
         .add("slots", r.n_slot)
         .add("slots_requested", r.slots_requested)
         .add("policy", r.policy)
+        .raw("map", r.map.empty() ? "null" : json_object().add("name", r.map).add("pin", r.map_pin).str())
+        .add("warm", r.warm)
         .raw("io", json_object().add("mode", r.io_mode).add("requested", r.io_requested).add("reason", r.io_reason)
             .add("threads", r.io_threads).add("backend", r.io_backend).add("in_flight", r.io_in_flight)
             .raw("probe", json_object().add("note", r.io_probe_note).raw("rates", "[" + rates + "]").str()).str())
@@ -110,6 +117,13 @@ std::string stats_prometheus(const stream_report & r, const stream_stats & s) {
     per_layer("bytes_copied_total",     "Bytes copied between slots and staging.",            &layer_stats::bytes_copied);
     per_layer("stall_us_total",         "Microseconds that compute waited for experts.",      &layer_stats::stall_us);
 
+    per_layer("warm_filled_total",      "Experts that got a slot before they were asked for.", &layer_stats::warm_filled);
+    per_layer("warm_bytes_total",       "Bytes read for those.",                              &layer_stats::warm_bytes);
+
+    header("pins", "gauge", "Slots whose expert never leaves.");
+    for (const auto & l : s.layers) {
+        line("pins{layer=\"" + std::to_string(l->layer) + "\"}", l->pins);
+    }
     header("slots", "gauge", "Expert slots of the layer.");
     for (const auto & l : s.layers) {
         line("slots{layer=\"" + std::to_string(l->layer) + "\"}", (uint64_t) l->n_slot);

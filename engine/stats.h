@@ -24,6 +24,9 @@ struct layer_stats {
     std::atomic<uint64_t> bytes_read   { 0 }; // from files, for this layer, reading ahead included
     std::atomic<uint64_t> bytes_copied { 0 }; // between slots and staging
     std::atomic<uint64_t> stall_us     { 0 }; // time compute waited for experts
+    std::atomic<uint64_t> warm_filled  { 0 }; // experts that got a slot before they were asked for
+    std::atomic<uint64_t> warm_bytes   { 0 }; // read for those, failed ones included; not in bytes_read
+    std::atomic<uint64_t> pins         { 0 }; // slots whose expert never leaves; not a counter, but what is now
 };
 
 struct memory_report {
@@ -46,6 +49,9 @@ struct stream_report {
     int32_t     n_slot        = 0; // of the layer with the most
     std::string slots_requested;   // as given: a number, "all" or "auto"
     std::string policy;
+    std::string map;            // the router map's file name, without its folders; empty: none
+    int32_t     map_pin       = 0; // experts a layer that were asked to be pinned
+    std::string warm;           // "off", "background", or the seconds that start-up may wait for it
     std::string io_mode;        // "direct" or "buffered"
     std::string io_requested;   // as given
     std::string io_reason;

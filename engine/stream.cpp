@@ -53,12 +53,22 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
 }
 
 stream::~stream() {
+    {
+        std::lock_guard<std::mutex> lock(warm_mutex);
+        warm_stopping = true;
+    }
+    warm_changed.notify_all();
+    if (warm_thread.joinable()) {
+        warm_thread.join();
+    }
     io.reset(); // ends the workers; nothing is in flight from here on
 }
 
 void stream::compute_begin() {
     compute.lock();
     error.clear();
+    std::lock_guard<std::mutex> lock(warm_mutex);
+    is_computing = true;
 }
 
 std::string stream::compute_end(bool complete) {
@@ -82,6 +92,11 @@ std::string stream::compute_end(bool complete) {
         }
     }
     const std::string result = std::move(error);
+    {
+        std::lock_guard<std::mutex> lock(warm_mutex);
+        is_computing = false;
+    }
+    warm_changed.notify_all();
     compute.unlock();
     return result;
 }
@@ -140,7 +155,7 @@ void stream::list_last(layer_state & l, const chosen_experts & chosen) {
             if (seen[e] == seen_mark) {
                 continue;
             }
-            if ((int32_t) l.last_experts.size() == l.desc.n_slot) {
+            if ((int32_t) l.last_experts.size() == l.desc.n_free_slot()) {
                 return;
             }
             seen[e] = seen_mark;
@@ -182,6 +197,7 @@ void stream::check_slot(layer_state & l, int32_t expert) {
     snprintf(what, sizeof(what), "layer %d: slot %d changed while it held expert %d", l.desc.layer, slot, expert);
     note_error(what, 0);
     l.pool.drop(slot);
+    l.stats->pins = l.pool.n_kept();
 }
 
 uint8_t * stream::in_half(const half & h, const expert_part & part, int32_t expert) const {
@@ -198,6 +214,12 @@ void stream::wait_for(transfer_group & group, layer_stats & waiting) {
     waiting.stall_us += now_us() - t_start;
 }
 
+void stream::zero_slot(layer_state & l, int32_t slot) {
+    for (const expert_part & part : l.desc.parts) {
+        memset(part.slots + slot * part.expert_bytes, 0, part.expert_bytes);
+    }
+}
+
 // wait for the fills of the layer's slots and take them into the pool; a failed one leaves zeros and an empty slot
 void stream::settle_slots(layer_state & l, layer_stats & waiting) {
     wait_for(l.group, waiting);
@@ -205,9 +227,7 @@ void stream::settle_slots(layer_state & l, layer_stats & waiting) {
     for (const placement & p : l.pending) {
         if (l.group.has_failed(p.slot)) {
             ++n_failed;
-            for (const expert_part & part : l.desc.parts) {
-                memset(part.slots + p.slot * part.expert_bytes, 0, part.expert_bytes);
-            }
+            zero_slot(l, p.slot);
             l.pool.fail(p.slot);
         } else {
             l.pool.commit(p.slot);
@@ -217,6 +237,7 @@ void stream::settle_slots(layer_state & l, layer_stats & waiting) {
         }
     }
     l.pending.clear();
+    l.stats->pins = l.pool.n_kept();
     if (!l.group.ok()) {
         note_error(l.group.error().c_str(), n_failed);
         l.group.clear();
@@ -284,6 +305,7 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
     late.order.clear();
     layer_state & l = *layers[i_layer];
     settle_slots(l, *l.stats);
+    settle_warm(l);
 
     if (!list_chosen(l.desc, chosen)) {
         write_any_ids(chosen, l.desc.n_slot, ids_out); // a slot that holds no expert holds zeros
@@ -296,6 +318,7 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
         }
     }
     l.pool.acquire(scratch_experts.data(), (int32_t) scratch_experts.size(), scratch_placed);
+    l.stats->pins = l.pool.n_kept();
 
     const uint64_t expert_bytes = l.desc.expert_bytes();
     uint64_t n_miss = 0;
@@ -399,6 +422,7 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
 void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out) {
     layer_state & l = *layers[i_layer];
     settle_slots(l, *l.stats);
+    settle_warm(l);
 
     if (!list_chosen(l.desc, chosen)) {
         write_any_ids(chosen, l.desc.n_slot, ids_out); // without an order, ids are rows of the pool
@@ -412,6 +436,7 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
     list_last(l, chosen);
     std::reverse(l.last_experts.begin(), l.last_experts.end());
     l.pool.acquire(l.last_experts.data(), (int32_t) l.last_experts.size(), scratch_placed);
+    l.stats->pins = l.pool.n_kept();
 
     // what is in slots, what is read into slots, and all others
     scratch_transfers.clear();
@@ -499,6 +524,7 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
     layer_state & l = *layers[i_layer];
     half & h = half_of(i_layer);
     settle_slots(l, *l.stats);
+    settle_warm(l);
 
     const bool valid = list_chosen(l.desc, chosen);
     claim_half(h, i_layer, *l.stats);
@@ -638,6 +664,7 @@ void stream::settle(int32_t i_layer, bool staged) {
 void stream::copy_to_slots(half & h, layer_state & l) {
     std::reverse(l.last_experts.begin(), l.last_experts.end());
     l.pool.acquire(l.last_experts.data(), (int32_t) l.last_experts.size(), scratch_placed);
+    l.stats->pins = l.pool.n_kept();
     scratch_transfers.clear();
     uint64_t n_copied = 0;
     for (const placement & p : scratch_placed) {
@@ -658,6 +685,133 @@ void stream::copy_to_slots(half & h, layer_state & l) {
     io->submit(l.group, scratch_transfers, urgency::demand); // before what is read ahead: the half is wanted for the layer after
     h.copying_out = n_copied > 0;
     l.stats->bytes_copied += n_copied * l.desc.expert_bytes();
+}
+
+//
+// warm fills
+//
+
+void stream::start_warm() {
+    bool any = false;
+    for (const auto & l : layers) {
+        any = any || !l->desc.warm.empty();
+    }
+    if (!any || warm_thread.joinable()) {
+        return;
+    }
+    for (const auto & l : layers) {
+        warm_transfers.reserve(std::max(warm_transfers.capacity(), l->desc.parts.size()));
+    }
+    warm_left = true; // nobody else looks before there is a thread
+    try {
+        warm_thread = std::thread([this] { warm_up(); });
+    } catch (...) {
+        warm_left = false;
+        throw;
+    }
+}
+
+bool stream::wait_warm(std::chrono::seconds at_most) {
+    std::unique_lock<std::mutex> lock(warm_mutex);
+    return warm_changed.wait_for(lock, at_most, [this] { return !warm_left; });
+}
+
+void stream::warm_up() {
+    std::unique_lock<std::mutex> lock(warm_mutex);
+    while (!warm_stopping) {
+        if (is_computing) {
+            warm_changed.wait(lock);
+            continue;
+        }
+        int32_t n_reading = 0;
+        layer_state * waits_for = nullptr;
+        for (size_t i = 0; i < layers.size(); ++i) {
+            layer_state & l = *layers[(warm_layer + i) % layers.size()]; // the one begun first comes first
+            if (l.warm_slot >= 0 && l.warm.idle()) {
+                take_warm(l);
+            } else if (l.warm_slot >= 0) {
+                ++n_reading;
+                waits_for = waits_for ? waits_for : &l;
+            }
+        }
+        // as many as keep all workers at it, and no more: a graph that begins may have to wait for them
+        while (n_reading < io->n_threads()) {
+            const int32_t i_layer = begin_warm();
+            if (i_layer < 0) {
+                break;
+            }
+            ++n_reading;
+            waits_for = waits_for ? waits_for : layers[i_layer].get();
+        }
+        if (!waits_for) {
+            break;
+        }
+        lock.unlock();
+        waits_for->warm.wait();
+        lock.lock();
+    }
+    warm_left = false;
+    warm_changed.notify_all();
+}
+
+// Starts the next fill and returns its layer; -1 when there is none, or its layer's last one is still read.
+int32_t stream::begin_warm() {
+    size_t n_rank = 0;
+    for (const auto & l : layers) {
+        n_rank = std::max(n_rank, l->desc.warm.size());
+    }
+    while (warm_rank < n_rank) {
+        const size_t  i_layer = warm_layer;
+        layer_state & l       = *layers[i_layer];
+        if (l.warm_slot >= 0) {
+            return -1;
+        }
+        const int32_t expert = warm_rank < l.desc.warm.size() ? l.desc.warm[warm_rank] : -1;
+        warm_layer = (warm_layer + 1) % layers.size();
+        warm_rank += warm_layer == 0;
+        const int32_t slot = expert < 0 ? -1 : l.pool.reserve(expert);
+        if (slot < 0) {
+            continue;
+        }
+        warm_transfers.clear();
+        for (const expert_part & part : l.desc.parts) {
+            uint8_t * dst = part.slots + slot * part.expert_bytes;
+            warm_transfers.push_back({ slot, part.file, part.offset + expert * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert });
+        }
+        l.warm_slot = slot;
+        l.stats->warm_bytes += l.desc.expert_bytes();
+        io->submit(l.warm, warm_transfers, urgency::background);
+        return (int32_t) i_layer;
+    }
+    return -1;
+}
+
+// the fill of a slot is over: the expert is there, or the slot is empty again
+void stream::take_warm(layer_state & l) {
+    const int32_t slot = l.warm_slot;
+    l.warm_slot = -1;
+    if (l.warm.ok()) {
+        l.pool.commit(slot);
+        l.stats->warm_filled += 1;
+        if (opt.check) {
+            l.checksums[slot] = slot_checksum(l.desc, slot);
+        }
+    } else {
+        zero_slot(l, slot);
+        l.pool.fail(slot);
+        l.warm.clear();
+        stats_.read_errors += 1;
+    }
+    l.stats->pins = l.pool.n_kept();
+}
+
+// a graph has come to the layer
+void stream::settle_warm(layer_state & l) {
+    if (l.warm_slot >= 0) {
+        io->promote(l.warm);
+        wait_for(l.warm, *l.stats);
+        take_warm(l);
+    }
 }
 
 } // namespace moe

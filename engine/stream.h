@@ -20,8 +20,12 @@
 // Where memory is short there are no halves but a ring (expert-ring.h), and staging is always late: what has a slot is computed with
 // there, the experts of the last tokens are read into slots, all others pass through the ring, each part of each read once.
 //
+// While no graph computes, a thread of the stream fills empty slots with experts that nobody asked for yet (start_warm()). What it has
+// submitted when a graph begins may still be read then; begin() of a layer takes such a fill in before it looks at the slots.
+//
 // Ownership of bytes (what makes it safe without copies):
-//   - slots of a layer change only between its begin() and join() (the last take(), when late), or by the copies that either started;
+//   - slots of a layer change only between its begin() and join() (the last take(), when late), or by the copies that either
+//     started, or by the warm fill that its next begin() waits for;
 //   - begin() of a layer first waits for those copies, and so does whoever refills the half they come from;
 //   - a graph is computed by one thread team at a time (compute_begin() locks), so a slot is never evicted under a reader.
 //
@@ -40,10 +44,13 @@
 #include "stats.h"
 #include "trace.h"
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace moe {
@@ -63,6 +70,11 @@ struct layer_desc {
     int32_t n_expert;
     int32_t n_slot;   // <= n_expert
     std::vector<expert_part> parts;
+    std::vector<int32_t> kept = {}; // experts that never leave their slot
+    std::vector<int32_t> warm = {}; // experts to fill empty slots with, in this order
+
+    // slots that a batch may have all to itself
+    int32_t n_free_slot() const { return n_slot >= n_expert ? n_slot : n_slot - (int32_t) kept.size(); }
 
     uint64_t expert_bytes() const {
         uint64_t n = 0;
@@ -96,8 +108,8 @@ struct chosen_experts {
 };
 
 // whether the experts that a batch of this shape may touch all fit into the slots; the same for every graph of the shape
-inline bool fits_slots(int32_t n_expert, int32_t n_slot, int64_t n_used, int64_t n_tokens) {
-    return n_slot >= n_expert || n_used * n_tokens <= n_slot;
+inline bool fits_slots(int32_t n_expert, int32_t n_free_slot, int64_t n_used, int64_t n_tokens) {
+    return n_free_slot >= n_expert || n_used * n_tokens <= n_free_slot;
 }
 
 // whether it touches so many (with uniform routing 98%) that reading all of them ahead wastes little
@@ -142,6 +154,13 @@ public:
     // takes the next
     const uint8_t * take(int32_t i_layer, bool staged, int32_t part, int32_t step, int32_t ith, int32_t n_thread);
 
+    // Begins to fill empty slots, as layer_desc::warm says, the first of each layer first; at most once. Throws std::system_error when there
+    // is no thread for it. A fill that fails is no error of any graph; it counts in read_errors.
+    void start_warm();
+
+    // sleep until nothing is left to fill, or the time is over; false: something is
+    bool wait_warm(std::chrono::seconds at_most);
+
     // takes the model's files out of the page cache, whoever read them: dense weights are resident by now, and their cached copy
     // would count against a memory limit beside them
     void drop_cache() { io->drop_cache(); }
@@ -172,12 +191,18 @@ private:
         transfer_group         group;     // fills of slots
         std::vector<placement> pending;   // misses whose bytes are on the way in group
         std::vector<landing>   landings;  // [n_part][n_slot]
-        std::vector<int32_t>   last_experts;         // of the last tokens, newest first, at most n_slot
+        transfer_group         warm;
+        int32_t                warm_slot = -1;       // filled by warm; -1: none is
+        std::vector<int32_t>   last_experts;         // of the last tokens, newest first, at most n_free_slot()
         std::vector<uint64_t>  checksums;            // [n_slot] with options::check, of what a ready slot was filled with
         layer_stats          * stats = nullptr;
 
         layer_state(const layer_desc & d, policy_kind kind)
-            : desc(d), pool(d.n_slot, d.n_expert, kind), landings(d.parts.size() * d.n_slot) {}
+            : desc(d), pool(d.n_slot, d.n_expert, kind), landings(d.parts.size() * d.n_slot) {
+            for (const int32_t e : d.kept) {
+                pool.keep(e);
+            }
+        }
     };
 
     bool list_chosen(const layer_desc & d, const chosen_experts & chosen);
@@ -192,6 +217,11 @@ private:
     void add_read(layer_state & l, size_t i_part, const placement & p);
     landing & landing_of(half & h, size_t part, int32_t expert) { return h.landings[part * seen.size() + expert]; }
     void settle_slots(layer_state & l, layer_stats & waiting);
+    void zero_slot(layer_state & l, int32_t slot);
+    void settle_warm(layer_state & l);
+    void take_warm(layer_state & l);
+    void warm_up();
+    int32_t begin_warm();
     void settle_half(half & h, layer_stats & waiting);
     void claim_half(half & h, int32_t i_layer, layer_stats & waiting);
     void fill_half(half & h, layer_state & l, const std::vector<int32_t> & experts, urgency how);
@@ -209,6 +239,17 @@ private:
 
     std::mutex  compute; // held from compute_begin() to compute_end()
     std::string error;   // of the running graph; guarded by compute
+
+    // What warm fills touch of a pool belongs to the computing thread while is_computing, else to who holds warm_mutex.
+    std::mutex              warm_mutex;
+    std::condition_variable warm_changed;
+    bool                    is_computing  = false; // guarded by warm_mutex
+    bool                    warm_stopping = false; // guarded by warm_mutex
+    bool                    warm_left     = false; // guarded by warm_mutex: there is something to fill
+    size_t                  warm_rank     = 0;     // of the next fill: place in layer_desc::warm
+    size_t                  warm_layer    = 0;     // and its layer
+    std::vector<transfer>   warm_transfers;
+    std::thread             warm_thread;
 
     // scratch of the computing thread, as large as it gets from the start
     std::vector<int32_t>   scratch_experts;

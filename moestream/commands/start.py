@@ -67,6 +67,17 @@ class Switch(StrEnum):
     off = "off"
 
 
+def check_map(path: Path) -> Path:
+    """The path of a router map as a process in another folder finds it; the engine looks at what is in it.
+
+    Raises:
+        MoestreamError: there is no such file.
+    """
+    if not path.is_file():
+        raise MoestreamError(f"--map {path}: no such file", hint="moestream map make writes a router map")
+    return paths.absolute(path)
+
+
 def check_model(facts: GgufFacts, slots: str) -> None:
     """Refuse what the server would refuse later: a model without experts, too few or too many slots.
 
@@ -319,7 +330,7 @@ def start(
         Path, typer.Option("--model", "-m", metavar="FILE|DIR", help="GGUF file, any shard, or a directory with one.")
     ],
     slots: Annotated[
-        str, typer.Option(metavar="N|auto|all|off", help="Expert slots in each MoE layer; off: no streaming.")
+        str, typer.Option(metavar="N|auto|all|map|off", help="Expert slots in each MoE layer; off: no streaming.")
     ] = "auto",
     ctx: Annotated[
         int | None,
@@ -339,6 +350,19 @@ def start(
     io: Annotated[Io | None, typer.Option(help="How experts are read.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
     overlap: Annotated[Switch | None, typer.Option(help="Compute with what is there while experts are read.")] = None,
+    map_: Annotated[
+        Path | None, typer.Option("--map", metavar="FILE", help="The model's router map: which experts are used most.")
+    ] = None,
+    map_pin: Annotated[
+        int | None, typer.Option(metavar="N", help="Experts of the map in each layer that never leave their slot.")
+    ] = None,
+    warm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS|off",
+            help="Fill slots before the first request; wait for that so long at most. Default: 0, in the background.",
+        ),
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
     detach_: Annotated[bool, typer.Option("--detach", "-d", help="Serve in the background.")] = False,
     ready_timeout: Annotated[
@@ -350,7 +374,7 @@ def start(
     settings = ServerSettings(
         model=model, slots=parse_slots(slots), ctx=ctx, host=host, port=port, parallel=parallel,
         io_threads=io_threads, io=io and io.value, policy=policy and policy.value,
-        overlap=overlap and overlap.value, extra=tuple(extra or ()),
+        overlap=overlap and overlap.value, map=map_ and check_map(map_), map_pin=map_pin, warm=warm, extra=tuple(extra or ()),
     )  # fmt: skip
     plan = make_plan(settings, backend=backend, detached=detach_, ready_timeout_s=ready_timeout)
     if detach_:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moestream.errors import MoestreamError
@@ -29,7 +29,14 @@ _OWNED: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("--moe-io",), "--io"),
     (("--moe-policy",), "--policy"),
     (("--moe-overlap",), "--overlap"),
+    (("--moe-map",), "--map"),
+    (("--moe-map-pin",), "--map-pin"),
+    (("--moe-warm",), "--warm"),
 )
+
+# Fill empty slots in the background, delay nothing for it. The engine's own default is not to: tools that end soon gain nothing.
+DEFAULT_WARM = "0"
+MAX_WARM_S = 86400
 
 
 @dataclass(frozen=True)
@@ -38,13 +45,18 @@ class ServerSettings:
 
     Attributes:
         model: the file given to ``-m``; of a split model the first shard.
-        slots: expert slots in each MoE layer: a number, ``auto``, ``all``, or ``off`` for no streaming at all.
+        slots: expert slots in each MoE layer: a number, ``auto``, ``all``, ``map`` for what the router map says of each layer, or
+            ``off`` for no streaming at all.
         ctx: context length in tokens, 0 for what the model was trained with.
         parallel: requests served at a time.
         io_threads: threads that read experts.
         io: ``auto``, ``direct`` or ``buffered`` reads.
         policy: who is evicted: ``lru``, ``lfu`` or ``heat``.
         overlap: ``on`` or ``off``: whether a layer computes with what is there while experts are read.
+        map: the model's router map.
+        map_pin: experts of each layer, the most used of the map, that never leave their slot.
+        warm: seconds that start-up may wait for slots to be filled beforehand (0: they are filled in the background), or ``off``; None:
+            ``DEFAULT_WARM`` where experts are streamed.
         extra: further arguments for llama-server, passed on as they are.
     """
 
@@ -58,6 +70,9 @@ class ServerSettings:
     io: str | None = None
     policy: str | None = None
     overlap: str | None = None
+    map: Path | None = None
+    map_pin: int | None = None
+    warm: str | None = None
     extra: tuple[str, ...] = ()
 
     @property
@@ -69,15 +84,15 @@ def parse_slots(value: str) -> str:
     """Check ``--slots``; returns it normalised.
 
     Raises:
-        MoestreamError: it is neither a positive number nor ``auto``, ``all`` or ``off``.
+        MoestreamError: it is neither a positive number nor ``auto``, ``all``, ``map`` or ``off``.
     """
     text = value.strip().lower()
-    if text in ("auto", "all", "off"):
+    if text in ("auto", "all", "map", "off"):
         return text
     if text.isascii() and text.isdigit() and int(text) > 0:
         return str(int(text))
     raise MoestreamError(
-        f"--slots {value}: expected a number of expert slots per layer, auto, all or off",
+        f"--slots {value}: expected a number of expert slots per layer, auto, all, map or off",
         hint="--slots auto sizes them from the memory that is free",
     )
 
@@ -122,6 +137,9 @@ def _streaming_flags(settings: ServerSettings) -> list[tuple[str, int | str]]:
         ("--io", settings.io),
         ("--policy", settings.policy),
         ("--overlap", settings.overlap),
+        ("--map", settings.map and str(settings.map)),
+        ("--map-pin", settings.map_pin),
+        ("--warm", settings.warm),
     )
     return [(flag, value) for flag, value in flags if value is not None]
 
@@ -137,6 +155,17 @@ def check_streaming_flags(settings: ServerSettings) -> None:
             f"--io-threads {settings.io_threads}: expected a number from 1 to {MAX_IO_THREADS}",
             hint="leave it out for 4",
         )
+    warm = settings.warm
+    if warm not in (None, "off") and not (warm.isascii() and warm.isdigit() and int(warm) <= MAX_WARM_S):
+        raise MoestreamError(
+            f"--warm {warm}: expected off, or a number of seconds up to {MAX_WARM_S}",
+            hint="--warm 0 fills slots in the background and delays nothing",
+        )
+    if settings.map_pin is not None and settings.map_pin < 0:
+        raise MoestreamError(f"--map-pin {settings.map_pin}: expected a number of experts", hint="leave it out to pin none")
+    if settings.map is None and (settings.map_pin or settings.slots == "map"):
+        what = f"--map-pin {settings.map_pin}" if settings.map_pin else "--slots map"
+        raise MoestreamError(f"{what} needs a router map", hint="add --map FILE; moestream map make writes one")
     given = _streaming_flags(settings)
     if given and not settings.streaming:
         flags = ", ".join(f"{flag} {value}" for flag, value in given)
@@ -161,7 +190,7 @@ def build_argv(server: Path, settings: ServerSettings) -> list[str]:
     argv = [str(server), "-m", str(settings.model)]
     if settings.streaming:
         argv += ["--moe-slots", settings.slots]
-        for ours, value in _streaming_flags(settings):
+        for ours, value in _streaming_flags(replace(settings, warm=settings.warm or DEFAULT_WARM)):
             argv += [ours.replace("--", "--moe-"), str(value)]
     argv += ["--metrics", "--host", settings.host, "--port", str(settings.port)]
     if settings.ctx is not None:

@@ -209,7 +209,7 @@ _REFUSAL = re.compile(
 def _in_our_words(hint: str) -> str:
     """A hint of the engine with the flags of ``moestream start``: its own ones are refused after ``--``."""
     hint = hint.replace("leave out --moe-slots", "serve without streaming: --slots off").replace("(-c)", "(--ctx)")
-    return re.sub(r"--moe-(slots|io-threads|io|policy|overlap)(?![-\w])", r"--\1", hint)
+    return re.sub(r"--moe-(slots|io-threads|io|policy|overlap|map-pin|map|warm)(?![-\w])", r"--\1", hint)
 
 
 # What llama-server prints when it gives up, and what to make of it.

@@ -42,6 +42,8 @@ COMBINATIONS = {
     "trace's limit without a trace": (["--moe-slots", "8", "--moe-trace-limit", "5"], "--moe-trace-limit does nothing without --moe-trace; hint: add --moe-trace FILE"),
     "trace in another file": (["--moe-slots", "8", "--moe-trace", str(DOC)], "the file exists and holds no trace; hint: choose another name"),
     "trace nowhere": (["--moe-slots", "8", "--moe-trace", "no/folder/t"], "--moe-trace: cannot record a trace in 'no/folder/t': No such file or directory; hint: "),
+    "pins without slots": (["--moe-map-pin", "1"], "--moe-map-pin does nothing without --moe-slots"),
+    "warm without slots": (["--moe-warm", "0"], "--moe-warm does nothing without --moe-slots"),
     "check-tensors": (["--moe-slots", "8", "--check-tensors"], "--moe-slots cannot be combined with --check-tensors, which would read all experts"),
 }  # fmt: skip
 
@@ -98,7 +100,7 @@ IMATRIX = "--moe-slots cannot be combined with an importance matrix; hint: leave
 DENSE = "--moe-slots: this is not a mixture-of-experts model (architecture 'qwen3' has no expert tensors here)"
 
 VALUES = {
-    "--moe-slots": (["0", "-1", "-2", "6.5", "8x", "many", "", "99999999999999999999"], "expected a number of slots from 1, 'all' or 'auto'"),
+    "--moe-slots": (["0", "-1", "-2", "6.5", "8x", "many", "", "99999999999999999999"], "expected a number of slots from 1, 'all', 'auto' or 'map'"),
     "--moe-io-threads": (["0", "-4", "257", "two", "4 "], "expected a number from 1 to 256"),
     "--moe-io": (["mmap", "Direct", ""], "expected 'auto', 'direct' or 'buffered'"),
     "--moe-io-backend": (["aio", "io_uring", ""], "expected 'auto', 'threads' or 'uring'"),
@@ -107,6 +109,9 @@ VALUES = {
     "--moe-staging": (["half", "none", ""], "expected 'auto', 'full' or 'ring'"),
     "--moe-trace": ([""], "expected the name of a file"),
     "--moe-trace-limit": (["0", "-1", "2G", ""], "expected a number of MiB from 1"),
+    "--moe-map": ([""], "expected the path of a router map"),
+    "--moe-map-pin": (["-1", "all", "1.5", ""], "expected a number of experts"),
+    "--moe-warm": (["-1", "on", "86401", ""], "expected a number of seconds up to 86400, or 'off'"),
 }  # fmt: skip
 
 
@@ -214,7 +219,7 @@ def test_saving_and_training(tmp_path: Path) -> None:
     assert not saved.exists()
     for why in (
         "setting 'moestream.slots' has the wrong type",
-        "setting 'moestream.slots' is -7: expected a number of slots, -1 (auto) or -2 (all)",
+        "setting 'moestream.slots' is -7: expected a number of slots, -1 (auto), -2 (all) or -3 (map)",
         "--moe-io-threads 1073741824: expected 1 to 256",
         "setting 'moestream.files' is 3: expected a number from moe_add_files()",
         "--moe-io-threads does nothing without --moe-slots",
@@ -325,7 +330,8 @@ def tables() -> dict[str, list[tuple[str, str]]]:
 def test_every_message_in_the_document_is_tested() -> None:
     said = [message for group in (COMBINATIONS, WITH_RPC, VALUES) for _, message in group.values()]
     said += [SAVING, TRAINING, IMATRIX, DENSE, *(case.engine for case in CASES.values() if case.engine)]
-    said += re.findall(r'"([^"\n]+)"', Path(__file__).with_name("test_malformed.py").read_text())
+    for name in ("test_malformed.py", "test_map.py"):
+        said += re.findall(r'"([^"\n]+)"', Path(__file__).with_name(name).read_text())
     rows = [row for group in tables().values() for row in group]
     assert len(rows) >= 28
     assert [row for row in rows if not any(row[1] in message for message in said)] == []

@@ -114,7 +114,7 @@ def test_counters_add_up_and_grow(server: LlamaServer, demo: Path) -> None:
 def test_metrics_are_the_same_figures(server: LlamaServer) -> None:
     stats, metrics = server.stats(), server.metrics()  # nothing is computed in between
     fields = dict(re.findall(r"^\| `(moestream_\w+)` \| \w+ \| `layer` \| `(\w+)` \|", DOC.read_text(), re.MULTILINE))
-    assert len(fields) == 8
+    assert len(fields) == 11
     for name, field in fields.items():
         for layer in stats["layers"]:
             assert metrics.pop(f'{name}{{layer="{layer["layer"]}"}}') == layer[field]

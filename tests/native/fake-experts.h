@@ -120,6 +120,8 @@ struct fake_layer_shape {
     int32_t n_expert;
     int32_t n_slot;
     std::vector<uint64_t> part_bytes; // of one expert
+    std::vector<int32_t>  kept = {};
+    std::vector<int32_t>  warm = {};
 };
 
 // the buffers must outlive the stream
@@ -142,6 +144,8 @@ struct fake_experts {
             d.layer    = (int32_t) layers.size() + 3; // block numbers are not indices: dense layers come first
             d.n_expert = shape.n_expert;
             d.n_slot   = shape.n_slot;
+            d.kept     = shape.kept;
+            d.warm     = shape.warm;
             uint64_t staging_offset = 0;
             for (const uint64_t bytes : shape.part_bytes) {
                 const int32_t file = (int32_t) rnd.below(n_file);

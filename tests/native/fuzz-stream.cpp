@@ -5,7 +5,7 @@
 // strides, and ids that no router gives; reads that come short, late, interrupted or not at all; files that shrink, grow back and
 // change their bytes between two layers; layers begun late, whose threads take each part of each expert and compare it at once; a ring in place of
 // halves; a thread whose reads fail anywhere; slots that change behind the engine's back; graphs that
-// stop after a begin, between wait and settle, or after a join; two contexts in turn.
+// stop after a begin, between wait and settle, or after a join; two contexts in turn; experts that stay; slots filled meanwhile.
 //
 // The seed fixes the calls of each context and the places that fail, not how threads and contexts interleave.
 //
@@ -31,6 +31,7 @@ static int64_t n_ring_total   = 0;
 static int64_t n_router_total = 0;
 static int64_t n_slot_total   = 0;
 static int64_t n_lost_total   = 0;
+static int64_t n_warm_total   = 0;
 
 // the compute threads of a context: run() is one node, with a barrier behind it
 class thread_team {
@@ -114,6 +115,7 @@ static std::vector<int32_t> distinct_of(const batch & b) {
 struct stream_model {
     struct layer_model {
         int32_t   n_slot;
+        int32_t   n_free_slot; // for experts that are not kept
         uint64_t  expert_bytes;
         slot_pool pool;
         std::vector<placement> reading; // misses between begin and join
@@ -122,7 +124,11 @@ struct stream_model {
         uint64_t  hits = 0, misses = 0, evictions = 0, n_read = 0, n_copied = 0;
 
         layer_model(const layer_desc & d, policy_kind kind)
-            : n_slot(d.n_slot), expert_bytes(d.expert_bytes()), pool(d.n_slot, d.n_expert, kind), version(d.n_slot) {}
+            : n_slot(d.n_slot), n_free_slot(d.n_free_slot()), expert_bytes(d.expert_bytes()), pool(d.n_slot, d.n_expert, kind), version(d.n_slot) {
+            for (const int32_t e : d.kept) {
+                pool.keep(e);
+            }
+        }
     };
 
     struct half_model {
@@ -297,7 +303,7 @@ struct stream_model {
     // the experts of the last tokens, the newest last, as many as there are slots
     static std::vector<int32_t> last_of(const layer_model & l, const batch & b) {
         std::vector<int32_t> experts = distinct_of(batch(b.rbegin(), b.rend()));
-        experts.resize(std::min(experts.size(), (size_t) l.n_slot));
+        experts.resize(std::min(experts.size(), (size_t) l.n_free_slot));
         std::reverse(experts.begin(), experts.end());
         return experts;
     }
@@ -369,18 +375,27 @@ struct stream_model {
         return failed;
     }
 
-    void compare(const stream_stats & s) const {
+    void compare(const stream_stats & s, bool warm) const {
         CHECK_EQ(s.tokens_decode.load(), tokens_decode);
         CHECK_EQ(s.tokens_prefill.load(), tokens_prefill);
-        CHECK_EQ(s.read_errors.load(), read_errors);
+        if (!warm) {
+            CHECK_EQ(s.read_errors.load(), read_errors);
+        }
         CHECK_EQ(s.layers.size(), layers.size());
         for (size_t i = 0; i < layers.size(); ++i) {
             const layer_model & l = *layers[i];
             const layer_stats & got = *s.layers[i];
+            CHECK_EQ(got.hits + got.misses, l.hits + l.misses);
+            CHECK_EQ(got.bytes_needed.load(), (l.hits + l.misses) * l.expert_bytes);
+            if (warm) {
+                CHECK(got.warm_filled * l.expert_bytes <= got.warm_bytes);
+                continue;
+            }
+            CHECK_EQ(got.warm_bytes.load(), 0u);
+            CHECK_EQ(got.pins.load(), (uint64_t) l.pool.n_kept());
             CHECK_EQ(got.hits.load(), l.hits);
             CHECK_EQ(got.misses.load(), l.misses);
             CHECK_EQ(got.evictions.load(), l.evictions);
-            CHECK_EQ(got.bytes_needed.load(), (l.hits + l.misses) * l.expert_bytes);
             CHECK_EQ(got.bytes_read.load(), l.n_read * l.expert_bytes);
             CHECK_EQ(got.bytes_copied.load(), l.n_copied * l.expert_bytes);
         }
@@ -409,6 +424,7 @@ struct fuzz_round {
     int32_t  n_ring         = 0; // entries; 0: halves
     std::vector<uint8_t> ring_memory;
     bool     skewed        = false;
+    bool     warm          = false; // slots are filled meanwhile, so that nobody can say what is a hit
 
     // both touched only between compute_begin() and compute_end()
     stream_model model;
@@ -438,6 +454,10 @@ struct fuzz_round {
         const size_t  k        = rnd.below(token.size());
         const int32_t values[] = { -1, n_expert, INT32_MIN, INT32_MAX, n_expert + (int32_t) rnd.below(100), token[k == 0 ? token.size() - 1 : 0] };
         token[k] = values[rnd.below(token.size() > 1 ? 6 : 5)];
+    }
+
+    uint32_t version_of(int32_t i_layer, bool staged, int32_t id, int32_t expert) {
+        return staged ? model.half_of(i_layer).there.at(expert) : warm ? experts.versions[i_layer][expert] : model.layers[i_layer]->version[id];
     }
 
     // whose reads the sick thread lost since the last call
@@ -514,9 +534,11 @@ struct fuzz_round {
         s->compute_begin();
         CHECK(!computing);
         computing = true;
-        model.compare(s->stats());
+        model.compare(s->stats(), warm);
         model.error.clear();
-        choose_faults(rnd);
+        if (!warm) { // those that warm fills meet stay as they are
+            choose_faults(rnd);
+        }
 
         const int64_t n_wide   = 5 * (int64_t) experts.layers[0].n_expert / n_used + 2;
         const int64_t n_tokens = rnd.percent(40) ? 1 : rnd.percent(40) ? rnd.between(2, 4) : rnd.between(1, n_wide);
@@ -526,7 +548,7 @@ struct fuzz_round {
 
         const auto tokens_of = [&](int32_t i) { return i + 1 == n_layers ? n_out : n_tokens; };
         const auto is_staged = [&](int32_t i) {
-            return !fits_slots(experts.layers[i].n_expert, experts.layers[i].n_slot, n_used, tokens_of(i));
+            return !fits_slots(experts.layers[i].n_expert, experts.layers[i].n_free_slot(), n_used, tokens_of(i));
         };
 
         const bool any_may_fail = fault_percent > 0 || source->sick_percent > 0;
@@ -590,7 +612,7 @@ struct fuzz_round {
                     for (size_t step = 0; step < order.size(); ++step) {
                         const uint8_t * bytes  = s->take(i, staged, (int32_t) p, (int32_t) step, ith, team.n);
                         const int32_t  e       = expert_behind(order[step]);
-                        const uint32_t version = ringed ? model.version_in_ring(i, e) : staged ? model.half_of(i).there.at(e) : model.layers[i]->version[order[step]];
+                        const uint32_t version = warm ? experts.versions[i][e] : ringed ? model.version_in_ring(i, e) : version_of(i, staged, order[step], e);
                         CHECK(any_may_fail || experts.part_holds(i, experts.layers[i].parts[p], bytes, e, version));
                     }
                 }
@@ -632,13 +654,13 @@ struct fuzz_round {
                     }
                     if (staged) {
                         CHECK_EQ(id, e);
-                    } else if (failed.count(e) == 0) {
+                    } else if (failed.count(e) == 0 && !warm) {
                         CHECK_EQ(id, model.layers[i]->pool.peek(e));
                     }
                     if (failed.count(e)) {
                         CHECK(late || experts.is_zero(i, staged, id)); // late: only what is missing of it
                     } else {
-                        CHECK(experts.holds(i, staged, id, e, staged ? model.half_of(i).there.at(e) : model.layers[i]->version[id]));
+                        CHECK(experts.holds(i, staged, id, e, version_of(i, staged, id, e)));
                     }
                 }
             });
@@ -692,6 +714,18 @@ static void run_round(uint64_t seed) {
             shape.part_bytes.push_back(rnd.between(16, align == 1 ? 400 : 2000));
         }
         n_expert_min = std::min(n_expert_min, shape.n_expert);
+        const auto some_experts = [&](int64_t n) {
+            std::vector<int32_t> out;
+            while ((int64_t) out.size() < n) {
+                const int32_t e = (int32_t) rnd.below(shape.n_expert);
+                if (std::find(out.begin(), out.end(), e) == out.end()) {
+                    out.push_back(e);
+                }
+            }
+            return out;
+        };
+        shape.kept = some_experts(rnd.percent(60) ? 0 : rnd.between(0, shape.n_slot));
+        shape.warm = some_experts(rnd.between(0, shape.n_expert));
     }
 
     const bool check = rnd.percent(50);
@@ -704,6 +738,11 @@ static void run_round(uint64_t seed) {
     round.slot_percent   = check && rnd.percent(50) ? 20 : 0; // unchecked, nobody would know
     round.midway_percent = rnd.percent(50) ? 0 : 20;
     round.skewed        = rnd.percent(60);
+    round.warm          = rnd.percent(35);
+    if (round.warm) {
+        round.slot_percent   = 0;
+        round.midway_percent = 0;
+    }
     round.late_percent  = rnd.percent(40) ? 0 : rnd.percent(50) ? 50 : 100;
 
     auto source = std::make_unique<place_source>(round.experts.contents, align, seed);
@@ -712,7 +751,7 @@ static void run_round(uint64_t seed) {
     source->short_percent = rnd.percent(50) ? 0 : 30;
     source->eintr_percent = rnd.percent(50) ? 0 : 10;
     round.n_ring          = rnd.percent(70) ? 0 : (int32_t) rnd.between(2, 12);
-    source->sick_percent  = align == 1 && round.n_ring == 0 && rnd.percent(20) ? 5 : 0;
+    source->sick_percent  = align == 1 && !round.warm && round.n_ring == 0 && rnd.percent(20) ? 5 : 0;
     const uint64_t chunk  = align == 1 ? rnd.between(50, 2000) : align * rnd.between(1, 4);
     auto io = std::make_unique<reader>(std::move(source), (int32_t) rnd.between(1, 3), chunk, true, (int32_t) rnd.between(1, 4));
 
@@ -733,6 +772,12 @@ static void run_round(uint64_t seed) {
     }
     round.s = std::make_unique<stream>(opt, round.experts.layers, std::move(io));
 
+    if (round.warm) {
+        round.choose_faults(rnd);
+        round.s->start_warm();
+        maybe_sleep(rnd, 50, 500);
+    }
+
     const int32_t n_graph = (int32_t) rnd.between(5, 30);
     const auto run_context = [&round, n_graph](uint64_t context_seed, int32_t n_thread) {
         test_random context_rnd(context_seed);
@@ -750,7 +795,13 @@ static void run_round(uint64_t seed) {
         run_context(seed, n_thread);
     }
 
-    round.model.compare(round.s->stats());
+    if (round.warm && rnd.percent(50)) {
+        CHECK(round.s->wait_warm(std::chrono::seconds(50))); // nobody computes
+        for (const auto & l : round.s->stats().layers) {
+            n_warm_total += (int64_t) l->warm_filled;
+        }
+    }
+    round.model.compare(round.s->stats(), round.warm);
     if (rnd.percent(50)) {
         round.s.reset(); // while the last copies are on their way
     }
@@ -761,7 +812,7 @@ int main(int argc, char ** argv) {
         std::ostringstream o;
         o << ", " << n_graphs_total << " graphs (" << n_failed_total << " with errors), " << n_staged_total << " layers staged ("
           << n_ahead_total << " read ahead), " << n_late_total << " taken in parts, " << n_ring_total << " through a ring, " << n_router_total << " bad routers, " << n_lost_total << " lost reads, " << n_slot_total
-          << " changed slots";
+          << " changed slots, " << n_warm_total << " warm fills";
         return o.str();
     });
 }

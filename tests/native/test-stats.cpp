@@ -150,6 +150,8 @@ const std::vector<std::pair<std::string, std::atomic<uint64_t> layer_stats::*>> 
         { "bytes_read",   &layer_stats::bytes_read },
         { "bytes_copied", &layer_stats::bytes_copied },
         { "stall_us",     &layer_stats::stall_us },
+        { "warm_filled",  &layer_stats::warm_filled },
+        { "warm_bytes",   &layer_stats::warm_bytes },
     };
     return all;
 }
@@ -161,6 +163,7 @@ void fill_in(stream_stats & s, int32_t n_layer) {
         l->layer    = i + 3;
         l->n_expert = 64 + i;
         l->n_slot   = 8 + i;
+        l->pins     = 2 + i;
         for (const auto & c : counters()) {
             (*l).*c.second = rnd.next() >> 8; // beyond what a double holds
         }
@@ -261,6 +264,8 @@ TEST(totals_are_sums_of_the_layers) {
     CHECK_EQ(layers[2].at("layer").number(), 5u);
     CHECK_EQ(layers[2].at("n_expert").number(), 66u);
     CHECK_EQ(layers[2].at("slots").number(), 10u);
+    CHECK_EQ(layers[2].at("pins").number(), 4u);
+    CHECK_EQ(v.at("totals").at("pins").number(), 2u + 3 + 4 + 5 + 6);
     CHECK_EQ(v.at("totals").at("tokens_decode").number(), 11u);
     CHECK_EQ(v.at("totals").at("tokens_prefill").number(), 22u);
     CHECK_EQ(v.at("totals").at("read_errors").number(), 33u);
@@ -277,6 +282,17 @@ TEST(memory_total_is_the_sum) {
     CHECK_EQ(m.keys.size(), 7u);
     CHECK_EQ(sum, 654321u);
     CHECK_EQ(m.at("total_bytes").number(), sum);
+}
+
+TEST(a_map_is_named) {
+    stream_report r;
+    r.warm = "background";
+    CHECK_EQ(parse(stats_json(r, {})).at("map").scalar, "null");
+    CHECK_EQ(parse(stats_json(r, {})).at("warm").scalar, "background");
+    r.map     = "chat.json";
+    r.map_pin = 12;
+    CHECK_EQ(parse(stats_json(r, {})).at("map").at("name").scalar, "chat.json");
+    CHECK_EQ(parse(stats_json(r, {})).at("map").at("pin").number(), 12u);
 }
 
 TEST(no_layers_is_well_formed) {
@@ -318,14 +334,16 @@ TEST(prometheus_lines_parse) {
             CHECK(samples.insert({ m[1].str() + m[2].str(), std::stoull(m[3]) }).second);
         }
     }
-    CHECK_EQ(samples.size(), 7 * 3 + 3 + 3 + 6u);
+    CHECK_EQ(samples.size(), 9 * 3 + 2 * 3 + 3 + 6u);
     for (const auto & l : s.layers) {
         const std::string label = "{layer=\"" + std::to_string(l->layer) + "\"}";
         for (const auto & c : counters()) {
-            const std::string prefix = c.first.find("bytes") == 0 || c.first == "stall_us" ? "" : "expert_";
+            const bool plain = c.first.find("bytes") != std::string::npos || c.first == "stall_us" || c.first == "warm_filled";
+            const std::string prefix = plain ? "" : "expert_";
             CHECK_EQ(samples.at("moestream_" + prefix + c.first + "_total" + label), ((*l).*c.second).load());
         }
         CHECK_EQ(samples.at("moestream_slots" + label), (uint64_t) l->n_slot);
+        CHECK_EQ(samples.at("moestream_pins" + label), l->pins.load());
     }
     CHECK_EQ(samples.at("moestream_tokens_decode_total"), 11u);
     CHECK_EQ(samples.at("moestream_tokens_prefill_total"), 22u);

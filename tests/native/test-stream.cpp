@@ -5,6 +5,7 @@
 #include "stream.h"
 
 #include <condition_variable>
+#include <numeric>
 
 using namespace moe;
 
@@ -360,6 +361,142 @@ TEST(a_begin_waits_for_copies_and_not_for_reads) {
     m.begin(2, true, all_of_four);
     m.join(2, true);
     CHECK_EQ(m.s->compute_end(true), "");
+}
+
+//
+// warm fills
+//
+
+static uint64_t n_filled(const streamed & m, int32_t i) { return m.s->stats().layers[i]->warm_filled; }
+
+static void compute_one(streamed & m, int32_t i, const std::vector<int32_t> & experts) {
+    m.s->compute_begin();
+    m.begin(i, false, { experts });
+    m.join(i, false);
+    CHECK_EQ(m.s->compute_end(true), "");
+}
+
+TEST(empty_slots_are_filled_in_order) {
+    std::vector<uint64_t> offsets; // by one thread
+    streamed m({ { 9, 3, { 100 }, {}, { 7, 2, 5 } }, { 6, 2, { 80 }, {}, { 1 } } }, [&](int32_t, uint64_t, uint64_t offset) { offsets.push_back(offset); });
+    CHECK(m.s->wait_warm(std::chrono::seconds(0))); // nothing was begun
+    m.s->start_warm();
+    m.s->start_warm(); // once
+    CHECK(m.s->wait_warm(std::chrono::seconds(50)));
+    CHECK_EQ(n_filled(m, 0), 3u);
+    CHECK_EQ(n_filled(m, 1), 1u);
+    CHECK_EQ(m.s->stats().layers[0]->warm_bytes.load(), 300u);
+    CHECK_EQ(m.s->stats().layers[0]->bytes_read.load(), 0u);
+    const auto at = [&](int32_t i, int32_t e) { return m.experts.layers[i].parts[0].offset + e * m.experts.layers[i].parts[0].expert_bytes; };
+    CHECK_EQ(offsets.size(), 4u);
+    CHECK(offsets == (std::vector<uint64_t> { at(0, 7), at(1, 1), at(0, 2), at(0, 5) })); // the first of each layer first
+    compute_one(m, 0, { 5, 7, 2 });
+    compute_one(m, 1, { 1, 4 });
+    for (int32_t k = 0; k < 2; ++k) {
+        CHECK_EQ(m.s->stats().layers[k]->misses.load(), (uint64_t) k);
+    }
+    CHECK_EQ(m.s->stats().layers[0]->hits.load(), 3u);
+}
+
+TEST(a_slot_that_is_taken_is_not_filled) {
+    streamed m({ { 9, 3, { 100 }, {}, { 7, 2, 5 } } });
+    compute_one(m, 0, { 2, 3 });
+    m.s->start_warm();
+    CHECK(m.s->wait_warm(std::chrono::seconds(50)));
+    CHECK_EQ(n_filled(m, 0), 1u); // 7
+    compute_one(m, 0, { 2, 3, 7 });
+    CHECK_EQ(m.s->stats().layers[0]->misses.load(), 2u);
+}
+
+TEST(a_warm_fill_that_is_on_its_way_is_taken_in) {
+    door d(40);
+    streamed m({ { 9, 3, { 100 }, {}, { 7, 2, 5 } } }, [&](int32_t, uint64_t, uint64_t) { d.pass(); });
+    m.s->start_warm();
+    while (m.s->stats().layers[0]->warm_bytes == 0) {
+        std::this_thread::yield();
+    }
+    CHECK(!m.s->wait_warm(std::chrono::seconds(0)));
+    m.s->compute_begin();
+    d.ring();
+    m.begin(0, false, { { 7, 1 } }); // waits for 7; 2 and 5 are not begun
+    m.join(0, false);
+    CHECK(m.experts.holds(0, false, m.out[0], 7) && m.experts.holds(0, false, m.out[1], 1));
+    CHECK_EQ(n_filled(m, 0), 1u);
+    CHECK_EQ(m.s->stats().layers[0]->hits.load(), 1u);
+    CHECK(m.stall_us(0) >= 5000);
+    CHECK_EQ(m.s->compute_end(true), "");
+    CHECK(m.s->wait_warm(std::chrono::seconds(50)));
+    CHECK_EQ(n_filled(m, 0), 2u); // 2 took the slot that was left
+    compute_one(m, 0, { 7, 1, 2 });
+    CHECK_EQ(m.s->stats().layers[0]->misses.load(), 1u);
+}
+
+TEST(nothing_is_filled_while_a_graph_computes) {
+    streamed m({ { 9, 3, { 100 }, {}, { 7, 2, 5 } } });
+    m.s->compute_begin();
+    m.s->start_warm();
+    CHECK(!m.s->wait_warm(std::chrono::seconds(1)));
+    CHECK_EQ(m.s->stats().layers[0]->warm_bytes.load(), 0u);
+    CHECK_EQ(m.s->compute_end(true), "");
+    CHECK(m.s->wait_warm(std::chrono::seconds(50)));
+    CHECK_EQ(n_filled(m, 0), 3u);
+}
+
+TEST(a_failed_warm_fill_is_no_error) {
+    streamed m({ { 9, 3, { 100 }, { 2 }, { 7, 2, 5 } } });
+    m.make_bad(0, 2);
+    m.s->start_warm();
+    CHECK(m.s->wait_warm(std::chrono::seconds(50)));
+    CHECK_EQ(n_filled(m, 0), 2u);
+    CHECK_EQ(m.s->stats().read_errors.load(), 1u);
+    CHECK_EQ(m.s->stats().layers[0]->warm_bytes.load(), 300u);
+    CHECK_EQ(m.s->stats().layers[0]->pins.load(), 0u);
+    compute_one(m, 0, { 7, 5 });
+    CHECK_EQ(m.s->stats().layers[0]->hits.load(), 2u);
+    // for who needs it, it is one
+    m.s->compute_begin();
+    m.begin(0, false, { { 2, 5 } });
+    m.join(0, false);
+    CHECK(m.experts.is_zero(0, false, m.out[0]));
+    CHECK_CONTAINS(m.s->compute_end(true), "file-");
+    m.source->set_bad({});
+    compute_one(m, 0, { 2, 5 });
+    CHECK(m.experts.holds(0, false, m.out[0], 2));
+    CHECK_EQ(m.s->stats().layers[0]->pins.load(), 1u);
+}
+
+TEST(a_stream_that_ends_while_slots_are_filled) {
+    for (int32_t round = 0; round < 20; ++round) {
+        std::vector<int32_t> all(40);
+        std::iota(all.begin(), all.end(), 0);
+        streamed m({ { 40, 40, { 3000, 200 }, {}, all }, { 40, 30, { 3000 }, {}, all } }, nullptr, 3);
+        m.source->delay_percent = 50;
+        m.s->start_warm();
+        std::this_thread::sleep_for(std::chrono::microseconds(50 * round));
+        m.s.reset();
+    }
+}
+
+//
+// experts that stay
+//
+
+TEST(kept_experts_are_never_evicted) {
+    streamed m({ { 20, 6, { 100 }, { 11, 3 }, {} } });
+    compute_one(m, 0, { 11, 3, 0 });
+    CHECK_EQ(m.s->stats().layers[0]->pins.load(), 2u);
+    for (int32_t e = 4; e < 10; ++e) {
+        compute_one(m, 0, { e, e + 10, e + 1 });
+    }
+    // nor by a batch that goes through staging
+    m.s->compute_begin();
+    m.begin(0, true, { { 0, 1 }, { 2, 4 }, { 5, 6 }, { 7, 8 } });
+    m.join(0, true);
+    CHECK_EQ(m.s->compute_end(true), "");
+    const uint64_t n_miss = m.s->stats().layers[0]->misses;
+    compute_one(m, 0, { 11, 3 });
+    CHECK_EQ(m.s->stats().layers[0]->misses.load(), n_miss);
+    CHECK(m.experts.holds(0, false, m.out[0], 11) && m.experts.holds(0, false, m.out[1], 3));
 }
 
 int main(int argc, char ** argv) { return run_tests(argc, argv); }

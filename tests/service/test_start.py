@@ -47,7 +47,7 @@ def test_foreground_reports_once_and_serves(home: Home) -> None:
     assert report["stats"]["slots"] == 8
     assert report["supervisor_pid"] == process.pid
     assert report["argv"][1:] == [
-        "-m", str(DEMO), "--moe-slots", "8", "--metrics",
+        "-m", str(DEMO), "--moe-slots", "8", "--moe-warm", "0", "--metrics",
         "--host", "127.0.0.1", "--port", str(home.port), "-c", "512", "-np", "2", "--alias", "x",
     ]  # fmt: skip
     answer = httpx.post(
@@ -443,6 +443,22 @@ def test_streaming_flags_without_streaming(home: Home) -> None:
     message = refused(home, *off, "--policy", "lfu", "--io", "direct")
     assert message.startswith("error: --io direct, --policy lfu cannot be combined with --slots off")
     assert home.servers() == []
+
+
+def test_a_router_map(home: Home, tmp_path: Path) -> None:
+    gone = tmp_path / "none.json"
+    message = refused(home, "--model", str(DEMO), "--slots", "8", "--map", str(gone), "--map-pin", "2")
+    assert message.startswith(f"error: --map {gone}: no such file\nhint: ")
+    assert refused(home, "--model", str(DEMO), "--map-pin", "2").startswith(
+        "error: --map-pin 2 needs a router map\nhint: add --map FILE"
+    )
+    (tmp_path / "map.json").write_text("{}")
+    given = ("--map", os.path.relpath(tmp_path / "map.json"), "--map-pin", "2", "--warm", "9")
+    report = json.loads(home.run(*home.start_arguments("--detach", "--json", *given)).stdout)
+    at = report["argv"].index("--moe-map")
+    passed, *others = report["argv"][at + 1 : at + 6]
+    assert Path(passed).is_absolute() and Path(passed).samefile(tmp_path / "map.json")
+    assert others == ["--moe-map-pin", "2", "--moe-warm", "9"]
 
 
 def test_arguments_that_collide(home: Home) -> None:

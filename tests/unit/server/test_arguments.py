@@ -16,7 +16,7 @@ PLAIN = ServerSettings(model=Path("/models/m.gguf"))
 
 def test_defaults() -> None:
     assert build_argv(SERVER, PLAIN) == [
-        "/engine/bin/llama-server", "-m", "/models/m.gguf", "--moe-slots", "auto", "--metrics",
+        "/engine/bin/llama-server", "-m", "/models/m.gguf", "--moe-slots", "auto", "--moe-warm", "0", "--metrics",
         "--host", "127.0.0.1", "--port", "8080",
     ]  # fmt: skip
 
@@ -24,11 +24,12 @@ def test_defaults() -> None:
 def test_everything() -> None:
     settings = ServerSettings(
         model=Path("m.gguf"), slots="32", ctx=0, host="::1", port=81, parallel=4, io_threads=8, io="direct",
-        policy="lfu", overlap="off", extra=("--alias", "x"),
+        policy="lfu", overlap="off", map=Path("/maps/m.json"), map_pin=3, warm="off", extra=("--alias", "x"),
     )  # fmt: skip
     assert build_argv(SERVER, settings) == [
         "/engine/bin/llama-server", "-m", "m.gguf", "--moe-slots", "32", "--moe-io-threads", "8", "--moe-io",
-        "direct", "--moe-policy", "lfu", "--moe-overlap", "off", "--metrics", "--host", "::1",
+        "direct", "--moe-policy", "lfu", "--moe-overlap", "off", "--moe-map", "/maps/m.json", "--moe-map-pin", "3",
+        "--moe-warm", "off", "--metrics", "--host", "::1",
         "--port", "81", "-c", "0", "-np", "4", "--alias", "x",
     ]  # fmt: skip
 
@@ -45,12 +46,33 @@ def test_slots_off_passes_nothing_of_ours() -> None:
         ({"io": "direct"}, "--io direct"),
         ({"policy": "lru"}, "--policy lru"),
         ({"overlap": "on"}, "--overlap on"),
+        ({"map": Path("m.json")}, "--map m.json"),
+        ({"warm": "off"}, "--warm off"),
         ({"overlap": "off", "io_threads": 1}, "--io-threads 1, --overlap off"),
     ],
 )
 def test_flags_of_streaming_are_refused_without_it(change: dict[str, object], flags: str) -> None:
     with pytest.raises(MoestreamError, match=f"^{flags} cannot be combined with --slots off"):
         build_argv(SERVER, replace(PLAIN, slots="off", **change))
+
+
+@pytest.mark.parametrize("warm", ["-1", "on", "", "1.5", "86401", "٣"])
+def test_warm_the_engine_would_refuse(warm: str) -> None:
+    with pytest.raises(MoestreamError, match=f"--warm {warm}: expected off, or a number of seconds up to 86400"):
+        build_argv(SERVER, replace(PLAIN, warm=warm))
+
+
+@pytest.mark.parametrize(("change", "what"), [({"map_pin": 2}, "--map-pin 2"), ({"slots": "map"}, "--slots map")])
+def test_what_needs_a_map(change: dict[str, object], what: str) -> None:
+    with pytest.raises(MoestreamError, match=f"^{what} needs a router map$"):
+        build_argv(SERVER, replace(PLAIN, **change))
+    argv = build_argv(SERVER, replace(PLAIN, map=Path("m.json"), **change))
+    assert argv[argv.index("--moe-map") + 1] == "m.json"
+
+
+def test_map_pin_that_is_no_number_of_experts() -> None:
+    with pytest.raises(MoestreamError, match="--map-pin -1: expected a number of experts"):
+        build_argv(SERVER, replace(PLAIN, map=Path("m.json"), map_pin=-1))
 
 
 @pytest.mark.parametrize("number", [0, -1, 257])
