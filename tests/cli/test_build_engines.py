@@ -89,8 +89,8 @@ def test_engines_lists_and_marks_the_one_in_use(moestream_cli, engine, home):
     (other / "engine.json").write_text(text.replace("2026-01-02", "2025-01-02"))
     done = moestream_cli("engines")
     assert done.stdout == (
-        f"* {engine.id}  built 2026-01-02, 8 programs, without web page\n"
-        "  old  built 2025-01-02, 8 programs, without web page\n"
+        f"* {engine.id}  built 2026-01-02, 9 programs, without web page\n"
+        "  old  built 2025-01-02, 9 programs, without web page\n"
     )
     data = json.loads(moestream_cli("engines", "--json").stdout)
     assert data["in_use"] == engine.id
