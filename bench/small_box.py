@@ -2,8 +2,8 @@
 
     python bench/small_box.py models/qwen3moe-30b-a3b-hit75.gguf --memory-gib 8 --slots 32 --json result.json
 
-First both sides' logits are compared byte for byte (llama-results); no speed is printed when they differ. Then the sides run in
-turn: page cache of the model emptied, read-ahead 128 KiB, memory capped by a cgroup. Each run is one llama-bench process that
+First logits are compared byte for byte (llama-results) with those of stock and the same kernels; no speed is printed when they differ. Then
+the sides run in turn: page cache of the model emptied, read-ahead 128 KiB, memory capped by a cgroup. Each run is one llama-bench process that
 decodes the same random tokens twice: the first pass fills slots and page cache, the second is the one that counts.
 docs/measuring.md says what the figures mean. Linux, root.
 """
@@ -56,27 +56,31 @@ class Side:
     Attributes:
         args: added to every program's command line.
         streams: whether it is moestream, and so reports statistics.
+        repack: with the kernels that llama.cpp prefers, which want weights in another order than the file's.
     """
 
     name: str
     args: tuple[str, ...]
     streams: bool = False
+    repack: bool = False
+
+    def kernels(self, program: str) -> tuple[str, ...]:
+        """The arguments of ``program`` that choose them."""
+        if self.repack:
+            return ()
+        return ("--repack", "0") if program == "llama-bench" else ("--no-repack",)
 
 
-def stock_side(load_mode: str) -> Side:
-    return Side(f"stock {load_mode}", ("-lm", load_mode))
+def stock_side(load_mode: str, repack: bool = False) -> Side:
+    """mmap never repacks here: that is an anonymous copy of the model, for which the cap would have the process killed."""
+    return Side(f"stock {load_mode}", ("-lm", load_mode), repack=repack and load_mode != "mmap")
 
 
 def moestream_side(a: argparse.Namespace, slots: str) -> Side:
     args = ["--moe-slots", slots, "--moe-io", a.moe_io, "--moe-policy", a.moe_policy, "--moe-overlap", a.moe_overlap]
     if a.moe_io_threads:
         args += ["--moe-io-threads", str(a.moe_io_threads)]
-    return Side(f"moestream {slots} slots", (*args, *a.moe_arg), streams=True)
-
-
-def no_repack(program: str) -> tuple[str, ...]:
-    """Plain weights on both sides: the same kernels, and no anonymous copy of the model for the cap to kill."""
-    return ("--repack", "0") if program == "llama-bench" else ("--no-repack",)
+    return Side(f"moestream {slots} slots", (*args, *a.moe_arg), streams=True, repack=a.kernels == "default")
 
 
 # --- what came out ---------------------------------------------------------------------------------------------------
@@ -217,7 +221,7 @@ class Bench:
         run = Run(side.name, f"{phase}{n_tokens}")
         sizes = ["-p", str(n_tokens), "-n", "0"] if phase == "pp" else ["-p", "0", "-n", str(n_tokens)]
         command = [
-            self.program("llama-bench"), "-m", str(self.model), "-t", str(self.threads), *no_repack("llama-bench"), *side.args, *sizes,
+            self.program("llama-bench"), "-m", str(self.model), "-t", str(self.threads), *side.kernels("llama-bench"), *side.args, *sizes,
             "-r", str(N_LAP), "--no-warmup", "--progress", "-o", "jsonl",
         ]  # fmt: skip
         self.fresh()
@@ -253,7 +257,7 @@ class Bench:
         port = _free_port()
         base = f"http://127.0.0.1:{port}"
         command = [
-            self.program("llama-server"), "-m", str(self.model), "-t", str(self.threads), *no_repack("llama-server"), *side.args,
+            self.program("llama-server"), "-m", str(self.model), "-t", str(self.threads), *side.kernels("llama-server"), *side.args,
             "--host", "127.0.0.1", "--port", str(port), "-np", str(n_parallel), "-c", str(n_parallel * (n_tokens + 32)),
             "--no-warmup", "--metrics",
         ]  # fmt: skip
@@ -318,7 +322,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as tmp:
             out = Path(tmp) / "logits.gguf"
             command = [
-                self.program("llama-results"), "-m", str(self.model), "-t", str(self.threads), *no_repack("llama-results"), *side.args,
+                self.program("llama-results"), "-m", str(self.model), "-t", str(self.threads), *side.kernels("llama-results"), *side.args,
                 "-c", "512", "-b", "512", "-ub", str(ubatch), "-p", IDENTITY_PROMPT, "-o", str(out),
             ]  # fmt: skip
             with box.Process(command, None) as p:
@@ -503,6 +507,10 @@ def parser() -> argparse.ArgumentParser:
 
     g = p.add_argument_group("moestream's side")
     g.add_argument("--slots", default="32", help="per MoE layer: a number, all, auto")
+    g.add_argument(
+        "--kernels", choices=("default", "plain"), default="default",
+        help="default: as llama.cpp prefers, repacked; logits are then compared with stock's that is not capped",
+    )  # fmt: skip
     g.add_argument("--moe-io-threads", type=int, default=0, help="0: the engine's own choice")
     g.add_argument("--moe-io", choices=("auto", "direct", "buffered"), default="auto")
     g.add_argument("--moe-policy", choices=("lru", "lfu", "heat"), default="lru")
@@ -549,7 +557,7 @@ def measure(a: argparse.Namespace) -> Result:
         timeout_s=a.timeout_s,
         drop=not a.all_slots,
     )
-    stock = stock_side("none" if a.all_slots else "mmap")
+    stock = stock_side("none" if a.all_slots else "mmap", a.kernels == "default")
     sides = [stock]
     if not a.stock_only:
         if not has_flag(bench.program("llama-bench"), "--moe-slots"):
@@ -563,7 +571,9 @@ def measure(a: argparse.Namespace) -> Result:
     runs: list[Run] = []
     with box.signals_as_exceptions(), box.read_ahead(disk, kib) as kib_in_force:
         _say("comparing logits")
-        identity = check_identity(bench, stock, sides[1] if len(sides) > 1 else None, a.np)
+        # bits depend on the kernels: the same ones on both sides, in the box or out of it
+        reference = stock if a.stock_only or sides[1].repack == stock.repack else stock_side("none", repack=True)
+        identity = check_identity(bench, reference, sides[1] if len(sides) > 1 else None, a.np)
         for i in range(a.runs):
             for side in sides:
                 _say(f"run {i + 1} of {a.runs}: {side.name}")

@@ -428,6 +428,7 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
         write_any_ids(chosen, l.desc.n_slot, ids_out); // without an order, ids are rows of the pool
         return;
     }
+    record(i_layer, chosen);
     if (opt.check) {
         for (const int32_t e : scratch_experts) {
             check_slot(l, e);

@@ -598,7 +598,8 @@ struct fuzz_round {
                 break;
             }
             maybe_sleep(rnd, 20, 100); // a shared FFN
-            const bool settles = i != i_abort || abort_at == 2;
+            // whoever takes the last bytes of a staged layer settles it, unless a read failed: such a layer stops before
+            const bool settles = i != i_abort || (abort_at == 2 && !(late && staged));
             const std::vector<int32_t> order = s->order();
             CHECK(late || order.empty());
             n_late_total += !order.empty();
@@ -626,7 +627,7 @@ struct fuzz_round {
                     s->settle(i, staged);
                 }
             });
-            if (!settles || (ringed && i == i_abort)) { // nobody asks what a ring failed to read when the graph stops
+            if (!settles) {
                 complete = false;
                 break;
             }
@@ -684,6 +685,7 @@ struct fuzz_round {
             for (auto & h : model.halves) {
                 model.settle_half(h);
             }
+            model.ring.clear(); // nobody asks what of it failed
         }
         const std::string expected = model.error;
         n_graphs_total++;

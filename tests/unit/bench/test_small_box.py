@@ -132,8 +132,16 @@ def test_flags_of_both_sides():
         "--moe-slots", "24", "--moe-io", "auto", "--moe-policy", "lru", "--moe-overlap", "on", "--moe-io-threads", "6", "-lm", "none",
     )  # fmt: skip
     assert small_box.stock_side("none").args == ("-lm", "none")
-    assert small_box.no_repack("llama-bench") == ("--repack", "0")
-    assert small_box.no_repack("llama-server") == ("--no-repack",)
+    assert small_box.stock_side("none").kernels("llama-bench") == ("--repack", "0")
+    assert small_box.stock_side("none").kernels("llama-server") == ("--no-repack",)
+    assert small_box.stock_side("none", repack=True).kernels("llama-server") == ()
+
+
+@pytest.mark.parametrize(("kernels", "repack"), [("default", True), ("plain", False)])
+def test_stock_in_a_box_is_never_repacked(kernels: str, repack: bool) -> None:
+    a = small_box.parser().parse_args(["m.gguf", "--kernels", kernels])
+    assert small_box.moestream_side(a, "8").repack is repack
+    assert not small_box.stock_side("mmap", repack).repack
 
 
 def runs() -> list[Run]:
