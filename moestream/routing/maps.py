@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from moestream.errors import MoestreamError
+from moestream.routing import files
 from moestream.routing.trace import MAX_EXPERTS, ModelName, Trace, read_model
 
 FORMAT = "moestream.map"
 VERSION = 1
 _MAX_COUNT = 1 << 62
+_MAX_BYTES = 256 << 20
 _AGAIN = "make it again: moestream map make"
 
 
@@ -113,34 +114,28 @@ def from_traces(traces: Sequence[Trace]) -> RouterMap:
     return RouterMap(first.model, tokens, max(t.n_expert_used for t in traces), layers)
 
 
+def check_replaceable(path: Path) -> None:
+    """Refuse to write a map over something else than a map.
+
+    Raises:
+        MoestreamError: says why it is none.
+    """
+    if os.path.exists(path):
+        read(path, hint="choose another name, or remove it")
+
+
 def write(router_map: RouterMap, path: Path) -> None:
     """Write a map whole or not at all; one that is there is replaced.
 
     Raises:
         MoestreamError: it cannot be written, or the file is there and is no map.
     """
-    if path.exists():
-        read(path, hint="choose another name, or remove it")
-    text = json.dumps(router_map.as_json()) + "\n"
-    fresh: str | None = None
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
-            fresh = file.name
-            file.write(text)
-        os.chmod(fresh, 0o666 & ~_umask())
-        os.replace(fresh, path)
-    except OSError as error:
-        if fresh is not None:
-            Path(fresh).unlink(missing_ok=True)
-        raise MoestreamError(
-            f"cannot write {path}: {error.strerror}", hint="check the path, and that the disk is not full"
-        ) from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    check_replaceable(path)
+    with files.replacing(path, "map") as fresh:
+        try:
+            fresh.write_text(json.dumps(router_map.as_json()) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise MoestreamError(f"cannot write the map {path}: {error.strerror}", hint="is the disk full?") from error
 
 
 def read(path: Path, *, hint: str = _AGAIN) -> RouterMap:
@@ -150,10 +145,17 @@ def read(path: Path, *, hint: str = _AGAIN) -> RouterMap:
         MoestreamError: it cannot be read, is none or of another version, or says something impossible.
     """
     try:
-        data = json.loads(path.read_bytes())
+        with files.open_regular(path, "map") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes > _MAX_BYTES:
+                raise MoestreamError(
+                    f"{path} is not a map: it has {size_bytes / 2**20:.0f} MiB, and no map has more than {_MAX_BYTES >> 20}",
+                    hint=hint,
+                )
+            data = json.loads(file.read())
     except OSError as error:
         raise MoestreamError(f"cannot read the map {path}: {error.strerror}", hint="check the path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MoestreamError(f"{path} is not a map: it is no JSON ({error})", hint=hint) from error
 
     def fail(what: str) -> MoestreamError:
@@ -167,7 +169,7 @@ def read(path: Path, *, hint: str = _AGAIN) -> RouterMap:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise MoestreamError(f'{path} is not a map: its "format" is not "{FORMAT}"', hint=hint)
     if data.get("version") != VERSION:
-        raise MoestreamError(f"{path} is a map of version {data.get('version')!r}: expected {VERSION}", hint=_AGAIN)
+        raise MoestreamError(f"{path} is a map of version {data.get('version')!r}: expected {VERSION}", hint=hint)
     model = read_model(data.get("model"))
     if model is None:
         raise fail("it names no model")
@@ -185,9 +187,7 @@ def read(path: Path, *, hint: str = _AGAIN) -> RouterMap:
         if len(entry["counts"]) != n_expert:
             raise fail(f"layer {layer} has {len(entry['counts'])} counts for {n_expert} experts")
         layers.append(MapLayer(layer, tuple(count(n, f"a count of layer {layer}") for n in entry["counts"])))
-    slots = data.get("slots")
-    if slots is not None:
-        slots = _slots(slots, layers, fail, count)
+    slots = _slots(data["slots"], layers, fail, count) if "slots" in data else None
     tokens, n_used = count(data.get("tokens"), "tokens"), count(data.get("n_expert_used"), "n_expert_used", 1, MAX_EXPERTS)
     return RouterMap(model, tokens, n_used, tuple(layers), slots)
 
@@ -238,10 +238,20 @@ def coverage(router_map: RouterMap, held_out: Trace, k: int) -> float:
     """How many of the accesses of a trace are of one of the k experts that the map has most of, over all layers.
 
     An access is one expert wanted by one batch, as in docs/stats.md, so that it can be held against a hit rate.
+
+    Raises:
+        MoestreamError: a layer of the trace is not in the map, or has another number of experts there.
     """
     of_top = total = 0
     by_layer = {m.layer: m for m in router_map.layers}
     for layer in held_out.layers:
-        of_top += int(layer.accesses[by_layer[layer.layer].by_use()[:k]].sum())
+        known = by_layer.get(layer.layer)
+        if known is None or known.n_expert != layer.n_expert:
+            there = "no such layer" if known is None else f"{known.n_expert} there"
+            raise MoestreamError(
+                f"{held_out.path}: layer {layer.layer} has {layer.n_expert} experts, and the map has {there}",
+                hint="record both in the same way: with or without MTP layers",
+            )
+        of_top += int(layer.accesses[known.by_use()[:k]].sum())
         total += int(layer.accesses.sum())
     return of_top / total if total else 0.0

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
+import os
 import struct
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from moestream.errors import MoestreamError
+from moestream.routing import files
 
 MAGIC = b"MOETRACE"
 VERSION = 1
@@ -93,21 +98,22 @@ def read_model(value: Any) -> ModelName | None:
     return ModelName(*(value[name] for name in names))
 
 
-def _header(path: Path, data: bytes) -> tuple[ModelName, int, list[tuple[int, int]], int]:
+def _header(path: Path, file: BinaryIO, size_bytes: int) -> tuple[ModelName, int, list[tuple[int, int]], int]:
     """Model, experts used, (layer, experts) of each layer, and where the records begin."""
-    if len(data) < 16 or not data.startswith(MAGIC):
+    beginning = file.read(16)
+    if len(beginning) < 16 or not beginning.startswith(MAGIC):
         raise MoestreamError(f"{path} is not a trace: it does not begin with {MAGIC.decode()}", hint=_AGAIN)
-    version, length = struct.unpack_from("<II", data, 8)
+    version, length = struct.unpack_from("<II", beginning, 8)
     if version != VERSION:
         raise MoestreamError(
             f"{path} is a trace of version {version}: expected {VERSION}", hint="record it again: moestream trace record"
         )
     end = 16 + length
-    if length > MAX_HEADER_BYTES or end > len(data):
-        raise MoestreamError(f"{path} ends inside its header: {end} bytes needed, the file has {len(data)}", hint=_AGAIN)
+    if length > MAX_HEADER_BYTES or end > size_bytes:
+        raise MoestreamError(f"{path} ends inside its header: {end} bytes needed, the file has {size_bytes}", hint=_AGAIN)
     try:
-        header = json.loads(data[16:end])
-    except ValueError as error:
+        header = json.loads(file.read(length))
+    except (ValueError, RecursionError) as error:
         raise MoestreamError(f"{path}: its header is no JSON: {error}", hint=_AGAIN) from error
     model = read_model(header.get("model")) if isinstance(header, dict) else None
     if model is None:
@@ -117,30 +123,54 @@ def _header(path: Path, data: bytes) -> tuple[ModelName, int, list[tuple[int, in
         raise MoestreamError(f"{path}: n_expert_used is {n_used!r} in its header", hint=_AGAIN)
     if not isinstance(layers, list) or not layers:
         raise MoestreamError(f"{path}: its header names no layers", hint=_AGAIN)
-    found = []
+    found: dict[int, int] = {}
     for entry in layers:
         layer, n_expert = (entry.get("layer"), entry.get("n_expert")) if isinstance(entry, dict) else (None, None)
         if not _is_count(layer, 0, 1 << 20) or not _is_count(n_expert, 1, MAX_EXPERTS):
             raise MoestreamError(f"{path}: its header has the impossible layer {entry!r}", hint=_AGAIN)
-        found.append((layer, n_expert))
-    return model, n_used, found, end
+        if layer in found:
+            raise MoestreamError(f"{path}: its header has layer {layer} twice", hint=_AGAIN)
+        found[layer] = n_expert
+    return model, n_used, list(found.items()), end
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to record over something else than a trace, or over one that is being recorded.
+
+    Raises:
+        MoestreamError: says what it is.
+    """
+    if not os.path.exists(path):
+        return
+    with files.open_regular(path, "trace") as file:
+        beginning = file.read(len(MAGIC))
+        if beginning and beginning != MAGIC:
+            raise MoestreamError(f"{path}: the file exists and holds no trace", hint="choose another name, or remove it")
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the engine's writer holds an exclusive one
+        except BlockingIOError as error:
+            raise MoestreamError(f"{path}: another model records in it", hint="choose another name") from error
+        except OSError:  # file systems without locks have to do without
+            pass
 
 
 def read(path: Path) -> Trace:
-    """Read a trace.
+    """Read a trace. It is mapped: what is no trace is refused after a few bytes, whatever its size.
 
     Raises:
         MoestreamError: it cannot be read, is no trace or of another version, its header is damaged or cut short, or a record has a
             layer or an expert that there is not, or an expert twice for a token.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise MoestreamError(f"cannot read the trace {path}: {error.strerror}", hint="check the path") from error
-    model, n_used_most, layers, start = _header(path, data)
+    with files.open_regular(path, "trace") as file:
+        try:
+            size_bytes = os.fstat(file.fileno()).st_size
+            model, n_used_most, layers, start = _header(path, file, size_bytes)
+            data = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise MoestreamError(f"cannot read the trace {path}: {error.strerror}", hint="check the path") from error
 
     # Batches of one shape are looked at together: one by one they would take a minute where this takes seconds.
-    places: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    places: dict[tuple[int, int, int], array[int]] = defaultdict(lambda: array("q"))
     prefix = struct.Struct("<HHI")
     pos, n_records, truncated = start, 0, False
     while pos < len(data):
@@ -199,7 +229,7 @@ def read(path: Path) -> Trace:
     )
 
 
-def _ids(raw: np.ndarray, starts: list[int], n_ids: int, id_bytes: int):
+def _ids(raw: np.ndarray, starts: array[int], n_ids: int, id_bytes: int):
     """The ids of batches of one shape, ``[batch, n_ids]``, some megabytes at a time."""
     step = max(1, (4 << 20) // (n_ids * id_bytes))
     inside = np.arange(n_ids * id_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from trace_files import HEADER
 
 from moestream.errors import MoestreamError
-from moestream.routing import maps, trace
+from moestream.routing import files, maps, trace
 
 FIRST = [(0, [[0, 1], [1, 2]]), (1, [[299, 5], [299, 6]])]
 SECOND = [(0, [[1, 3]]), (1, [[299, 0]])]
@@ -100,6 +101,7 @@ def _set(value: Any, *path: Any) -> dict[str, Any]:
     (_set({"1": 2, "4": 2}, "slots"), "its slots are not of its layers"),
     (_set(0, "slots", "1"), "slots of layer 1 is 0: expected a number from 1"),
     (_set(5, "slots", "1"), "slots of layer 1 is 5: it has 4 experts"),
+    (_set(None, "slots"), "its slots are not of its layers"),
 ])  # fmt: skip
 def test_damaged(tmp_path: Path, data: Any, message: str) -> None:
     (tmp_path / "m").write_text(json.dumps(data))
@@ -115,6 +117,38 @@ def test_no_map(tmp_path: Path) -> None:
         maps.read(tmp_path / "m")
     with pytest.raises(MoestreamError, match=r"cannot read the map .*: No such file"):
         maps.read(tmp_path / "none")
+    (tmp_path / "m").write_text("[" * 100_000)
+    with pytest.raises(MoestreamError, match="is not a map: it is no JSON"):
+        maps.read(tmp_path / "m")
+    os.truncate(tmp_path / "m", 1 << 43)
+    with pytest.raises(MoestreamError, match="and no map has more than 256"):
+        maps.read(tmp_path / "m")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(MoestreamError, match=r"cannot read the map .*pipe: it is no regular file"):
+        maps.read(tmp_path / "pipe")
+
+
+def test_a_map_of_another_version_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text(json.dumps(_set(2, "version")))
+    with pytest.raises(MoestreamError, match="is a map of version 2") as caught:
+        maps.check_replaceable(tmp_path / "m")
+    assert caught.value.hint == "choose another name, or remove it"
+
+
+def test_nothing_stays_of_a_write_that_was_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    with pytest.raises(KeyboardInterrupt), files.replacing(tmp_path / "old", "map") as fresh:
+        fresh.write_text("half")
+        raise KeyboardInterrupt
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("old", "old")]
+
+
+def test_what_a_link_points_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("file")
+    with files.replacing(tmp_path / "link", "map") as fresh:
+        fresh.write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
 
 
 def test_difference() -> None:
@@ -132,3 +166,11 @@ def test_coverage(write_trace: Callable[..., Path]) -> None:
     held_out = trace.read(write_trace([(0, [[1, 3], [1, 0]]), (1, [[299, 7], [299, 5]])], name="u"))
     # accesses: {1, 3, 0} and {299, 7, 5}; the map's first of each layer are 1 and 299, then 0 and 5
     assert [maps.coverage(made, held_out, k) for k in (1, 2, 300)] == [2 / 6, 4 / 6, 1]
+
+
+def test_coverage_of_a_trace_with_other_layers(write_trace: Callable[..., Path]) -> None:
+    made = maps.from_traces([trace.read(write_trace(FIRST))])
+    for layer, there in (({"layer": 1, "n_expert": 8}, "4 there"), ({"layer": 2, "n_expert": 4}, "no such layer")):
+        other = trace.read(write_trace([(0, [[1, 3]])], {**HEADER, "layers": [layer, HEADER["layers"][1]]}, name="u"))
+        with pytest.raises(MoestreamError, match=f"and the map has {there}"):
+            maps.coverage(made, other, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,8 @@ def test_impossible_records(write_trace: Callable[..., Path], record: Any, messa
     ({"layers": [5]}, "its header has the impossible layer 5"),
     ({"layers": [{"layer": -1, "n_expert": 4}]}, "the impossible layer {'layer': -1"),
     ({"layers": [{"layer": 1, "n_expert": 65537}]}, "the impossible layer"),
+    ({"layers": [{"layer": 1, "n_expert": 4}, {"layer": 1, "n_expert": 4}]}, "its header has layer 1 twice"),
+    (b"[" * 100_000, "its header is no JSON"),
 ])  # fmt: skip
 def test_damaged_headers(write_trace: Callable[..., Path], header: Any, message: str) -> None:
     with pytest.raises(MoestreamError) as caught:
@@ -100,3 +104,28 @@ def test_no_trace(tmp_path: Path, write_trace: Callable[..., Path]) -> None:
         trace.read(good)
     with pytest.raises(MoestreamError, match=r"cannot read the trace .*: Is a directory"):
         trace.read(tmp_path)
+
+
+def test_only_the_beginning_of_what_is_no_trace_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"GGUF")
+    os.truncate(path, 1 << 43)  # no memory would hold it
+    with pytest.raises(MoestreamError, match="is not a trace"):
+        trace.read(path)
+    os.mkfifo(tmp_path / "pipe")  # nobody writes into it
+    with pytest.raises(MoestreamError, match=r"cannot read the trace .*pipe: it is no regular file"):
+        trace.read(tmp_path / "pipe")
+
+
+def test_what_may_be_recorded_over(tmp_path: Path, write_trace: Callable[..., Path]) -> None:
+    trace.check_replaceable(tmp_path / "none")
+    trace.check_replaceable(write_trace(RECORDS))
+    (tmp_path / "text").write_text("mine")
+    with pytest.raises(MoestreamError, match=r"text: the file exists and holds no trace"):
+        trace.check_replaceable(tmp_path / "text")
+    with pytest.raises(MoestreamError, match="Is a directory"):
+        trace.check_replaceable(tmp_path)
+    with (tmp_path / "t").open("rb+") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        with pytest.raises(MoestreamError, match="another model records in it"):
+            trace.check_replaceable(tmp_path / "t")
