@@ -98,9 +98,9 @@ memory_now available_memory(const std::string & root) {
     return now;
 }
 
-bool staging_is_too_large(const slot_budget & b, int32_t n_slot) {
+bool staging_is_too_large(const slot_budget & b, uint64_t slots_bytes) {
     const uint64_t for_experts = b.available_bytes - std::min(b.available_bytes, b.resident_bytes);
-    return n_slot > 0 ? b.staging_bytes + n_slot * b.slot_bytes > for_experts : b.staging_bytes > for_experts / 4;
+    return slots_bytes > 0 ? b.staging_bytes + slots_bytes > for_experts : b.staging_bytes > for_experts / 4;
 }
 
 int32_t slots_that_fit(const slot_budget & b) {

@@ -24,9 +24,9 @@ struct slot_budget {
     int32_t  n_expert;        // of the layer with the most
 };
 
-// Whether full-width staging takes too much: it does not fit beside n_slot slots, or (n_slot 0: as many as fit) leaves less than three
+// Whether full-width staging takes too much: it does not fit beside slots of so many bytes, or (0: as many as fit) leaves less than three
 // quarters of what is there for experts to the slots.
-bool staging_is_too_large(const slot_budget & budget, int32_t n_slot);
+bool staging_is_too_large(const slot_budget & budget, uint64_t slots_bytes);
 
 // the largest number of slots per layer whose total stays within the budget; 0 when not even one fits
 int32_t slots_that_fit(const slot_budget & budget);

@@ -36,6 +36,10 @@ void expert_ring::read_on(int32_t n_thread) noexcept {
     if (n_begun >= end) {
         return;
     }
+    if (end - n_begun > n_entry) {
+        fprintf(stderr, "expert_ring: item %lld was taken before those in front of it\n", (long long) i_slowest);
+        abort();
+    }
     scratch.clear();
     for (; n_begun < end; ++n_begun) {
         transfer t = items[n_begun];

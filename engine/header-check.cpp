@@ -75,8 +75,7 @@ private:
 
 } // namespace
 
-// names in a damaged file can be long, and hold what a terminal obeys
-static std::string plain(const std::string & name) {
+std::string printable(const std::string & name) {
     std::string out = name.substr(0, 64);
     for (char & c : out) {
         c = c >= ' ' && c <= '~' ? c : '?';
@@ -85,7 +84,7 @@ static std::string plain(const std::string & name) {
 }
 
 static std::string absurd(const char * what, const std::string & of, uint64_t n, uint64_t max) {
-    return std::string("absurd ") + what + (of.empty() ? "" : " '" + plain(of) + "'") + ": " + std::to_string(n) + ", the most is " + std::to_string(max);
+    return std::string("absurd ") + what + (of.empty() ? "" : " '" + printable(of) + "'") + ": " + std::to_string(n) + ", the most is " + std::to_string(max);
 }
 
 static std::string check_keys(walker & w) {

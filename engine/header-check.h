@@ -11,4 +11,7 @@ constexpr const char * hint_damaged = "hint: the file is damaged, or made for an
 // they pass as possible). Of a split model's first file all shards are looked at. Empty: nothing, or what the reader reports by itself.
 std::string check_headers(const std::string & path);
 
+// a name from a file, short and without what a terminal obeys
+std::string printable(const std::string & name);
+
 } // namespace moe

@@ -207,6 +207,7 @@ struct part_gate : moe_gate {
 
 // how batches are served that the slots cannot hold: through halves as wide as a layer, or through a ring
 enum class staging_kind { automatic, full, ring };
+
 // where the fingerprint of a block that has experts comes from
 struct block_identity {
     int32_t  layer;
@@ -675,6 +676,9 @@ static void find_experts(moe_stream & moe, const llama_model_loader & ml, const 
             t.offset       = w->offs;
             t.expert_bytes = w->tensor->nb[2];
             t.n_expert     = w->tensor->ne[2];
+            if (t.expert_bytes == 0 || t.n_expert == 0) {
+                refuse_file(format("tensor '%s' has no elements", name.c_str()));
+            }
             if (moe.extra_bufts) {
                 ggml_backend_buffer_type_t extra = extra_buft_for(w->tensor, std::max<int64_t>(1, hparams.n_expert_used(il)));
                 // a piece of work must fit into a reader's buffer
@@ -717,7 +721,7 @@ static void read_map(moe_stream & moe, const llama_model_loader & ml) {
     const std::string ours = fingerprint_of(moe, ml.arch_name, open_files(ml));
     if (moe.map->fingerprint != ours) {
         throw std::runtime_error(format("--moe-map %s: this is a map of another model, '%s' (%s), not of the one to load (%s); %s", moe.files.map,
-                moe.map->model_name.c_str(), moe.map->fingerprint.c_str(), ours.c_str(), hint));
+                moe::printable(moe.map->model_name).c_str(), moe::printable(moe.map->fingerprint).c_str(), ours.c_str(), hint));
     }
     for (const moe::map_layer & l : moe.map->layers) {
         const auto it = moe.layers.find(l.layer);
@@ -865,6 +869,12 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
             moe.n_slot = std::max(moe.n_slot, n_slot);
         }
     }
+    uint64_t map_bytes = 0; // of all slots
+    for (const auto & [il, tensors] : moe.layers) {
+        for (const file_tensor & t : tensors) {
+            map_bytes += moe.n_slot_of.count(il) ? moe.n_slot_of[il] * t.expert_bytes : 0;
+        }
+    }
     const int64_t wanted = moe.slots_wanted == MOE_SLOTS_MAP ? moe.n_slot : moe.slots_wanted;
     if (moe.slots_wanted == MOE_SLOTS_AUTO && moe.memory.available_bytes == 0) {
         throw std::runtime_error("--moe-slots auto: this system does not say how much memory is available; hint: --moe-slots N");
@@ -882,11 +892,11 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         int32_t n_slot;
         bool    ring;
     };
-    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, staging_kind>;
+    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, uint64_t, staging_kind>;
     static std::mutex mutex;
     static std::map<key, decision> decided;
     std::lock_guard<std::mutex> lock(mutex);
-    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch, wanted, moe.staging_wanted };
+    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch, wanted, map_bytes, moe.staging_wanted };
     auto it = decided.find(this_one);
     if (it == decided.end()) {
         moe::slot_budget b;
@@ -904,7 +914,7 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         d.ring   = moe.staging_wanted == staging_kind::ring;
         b.staging_bytes = 2 * moe.half_bytes;
         if (moe.staging_wanted == staging_kind::automatic && moe.overlap && moe.memory.available_bytes > 0) {
-            d.ring = moe::staging_is_too_large(b, wanted > 0 ? d.n_slot : 0);
+            d.ring = moe::staging_is_too_large(b, map_bytes > 0 ? map_bytes : wanted > 0 ? d.n_slot * slot_bytes : 0);
         }
         if (d.ring) {
             b.staging_bytes = moe.staging_bytes();
@@ -1120,7 +1130,12 @@ static void open_files(moe_stream & moe, const std::vector<moe::open_file> & fil
         wish.backend = moe::io_backend::threads;
     }
     // through the page cache only if it can hold the experts beside everything else
-    const uint64_t need = moe.expert_bytes + moe.dense_bytes + ggml_nbytes(moe.layers.begin()->second[0].pool);
+    uint64_t need = moe.expert_bytes + moe.dense_bytes + (moe.staging ? moe.staging_bytes() : 0);
+    for (const auto & [il, tensors] : moe.layers) {
+        for (const file_tensor & t : tensors) {
+            need += ggml_nbytes(t.pool);
+        }
+    }
     const bool     fits = moe.memory.available_bytes == 0 || need <= moe.memory.available_bytes;
 
     moe::probe_result probe;
@@ -1371,12 +1386,24 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     opt.staging    = moe->staging ? (uint8_t *) moe->staging->data : nullptr;
     opt.half_bytes = moe->half_bytes;
     opt.n_ring     = moe->n_ring;
+    opt.ring_bytes = moe->ring_bytes;
     if (moe->files.trace) {
         open_trace(*moe, ml, descs);
         opt.trace = moe->trace.get();
     }
-    auto io = std::make_unique<moe::reader>(std::move(source), r.io_threads, moe::reader::default_chunk_size, n_repacked > 0,
-            r.io_in_flight / r.io_threads);
+    std::unique_ptr<moe::reader> io;
+    try {
+        io = std::make_unique<moe::reader>(std::move(source), r.io_threads, moe::reader::default_chunk_size, n_repacked > 0, r.io_in_flight / r.io_threads);
+    } catch (const std::exception & e) {
+        if (moe->io.backend != moe::io_backend::automatic || r.io_backend != moe::io_backend_name(moe::io_backend::uring)) {
+            throw;
+        }
+        // one ring was possible when the drive was measured, several are not
+        moe->io.backend = moe::io_backend::threads;
+        open_files(*moe, files, source);
+        r.io_reason += std::string("; no io_uring: ") + e.what();
+        io = std::make_unique<moe::reader>(std::move(source), r.io_threads, moe::reader::default_chunk_size, n_repacked > 0, r.io_in_flight / r.io_threads);
+    }
     moe->stream = std::make_unique<moe::stream>(opt, std::move(descs), std::move(io));
 }
 
@@ -1431,6 +1458,7 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
 
     std::unique_lock<std::mutex> lock(moe->report_mutex);
     moe::stream_report & r = moe->report;
+    const moe::memory_report before = r.memory;
     const bool first = r.memory.pool_bytes == 0;
     if (first && r.io_mode == moe::io_mode_name(moe::io_mode::direct)) {
         moe->stream->drop_cache(); // direct reads never look at what loading left there
@@ -1471,6 +1499,7 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
     try {
         check_memory(*moe);
     } catch (const std::exception &) {
+        r.memory = before; // a smaller context may do
         llama_free(ctx);
         throw;
     }
@@ -1674,12 +1703,11 @@ static void let_matmuls_wait(moe_stream & moe, ggml_tensor ** nodes, int n_nodes
     for (const auto & [join, users] : matmuls) {
         const int32_t i_layer = join->op_params[PARAM_LAYER];
         const auto & gates = moe.layer_gates[2 * i_layer + (join->op_params[PARAM_STAGED] != 0)];
-        std::unordered_set<const moe_gate *> used;
-        for (const ggml_tensor * t : users) {
-            used.insert(&moe.gates.at(t->src[0]));
+        bool in_order = users.size() == gates.size(); // as parts are read
+        for (size_t i = 0; in_order && i < users.size(); ++i) {
+            in_order = gates[i] == &moe.gates.at(users[i]->src[0]);
         }
-        // each part once, and the one last that ends the layer
-        if (users.size() != gates.size() || used.size() != gates.size() || &moe.gates.at(users.back()->src[0]) != gates.back()) {
+        if (!in_order) {
             continue;
         }
         for (ggml_tensor * t : users) {
@@ -1736,16 +1764,16 @@ ggml_status moe_compute::finish(ggml_status status) {
     }
     open = false;
     moe->look_at_trace(); // while nobody else computes
-    const std::string error = moe->stream->compute_end(status == GGML_STATUS_SUCCESS);
+    std::string error = moe->stream->compute_end(status == GGML_STATUS_SUCCESS);
+    const bool failed = !error.empty();
+    if (failed) {
+        LLAMA_LOG_ERROR("moestream: %s\n", error.c_str());
+    }
     {
         std::lock_guard<std::mutex> lock(moe->report_mutex);
-        moe->error = error;
+        moe->error = std::move(error);
     }
-    if (!error.empty()) {
-        LLAMA_LOG_ERROR("moestream: %s\n", error.c_str());
-        return GGML_STATUS_FAILED;
-    }
-    return status;
+    return failed ? GGML_STATUS_FAILED : status;
 }
 
 moe_compute::~moe_compute() {

@@ -187,6 +187,7 @@ public:
     void drop_cache() { source->drop_cache(); }
 
     int32_t  n_threads()    const { return (int32_t) threads.size(); }
+    int32_t  n_in_flight()  const { return (int32_t) (workers.size() * workers.front().flights.size()); } // reads, at most
     uint64_t bounce_bytes() const { return bounces.size() * bounce_size(); } // memory held for direct and converted reads
 
     uint64_t bytes_read() const { return n_bytes_read.load(std::memory_order_relaxed); } // from files, over-reads included

@@ -44,11 +44,7 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
     late.order.reserve(n_expert_max);
     late.slots.reserve(n_expert_max);
     if (opt.n_ring > 0 && opt.staging) {
-        uint64_t entry_bytes = 0;
-        for (const auto & l : layers) {
-            entry_bytes = std::max(entry_bytes, ring_entry_bytes(l->desc));
-        }
-        ring = std::make_unique<expert_ring>(*io, opt.staging, entry_bytes, opt.n_ring, n_expert_max * n_part_max, opt.poison);
+        ring = std::make_unique<expert_ring>(*io, opt.staging, opt.ring_bytes, opt.n_ring, n_expert_max * n_part_max, opt.poison);
     }
 }
 
@@ -434,6 +430,10 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
             check_slot(l, e);
         }
     }
+    uint64_t n_hit = 0; // some of which lose their slot to an expert of the last tokens, and are read all the same
+    for (const int32_t e : scratch_experts) {
+        n_hit += l.pool.peek(e) >= 0;
+    }
     list_last(l, chosen);
     std::reverse(l.last_experts.begin(), l.last_experts.end());
     l.pool.acquire(l.last_experts.data(), (int32_t) l.last_experts.size(), scratch_placed);
@@ -465,7 +465,7 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
             take_from_slots(e, slot);
         }
     }
-    const size_t n_hit = late.order.size();
+    const uint64_t n_in_place = late.order.size();
     for (const placement & p : l.pending) {
         take_from_slots(p.expert, p.slot);
     }
@@ -489,7 +489,7 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
     l.stats->hits         += n_hit;
     l.stats->misses       += n - n_hit;
     l.stats->bytes_needed += n * expert_bytes;
-    l.stats->bytes_read   += (n - n_hit) * expert_bytes;
+    l.stats->bytes_read   += (n - n_in_place) * expert_bytes;
     if (i_layer == 0) {
         stats_.tokens_prefill += chosen.n_tokens;
     }
@@ -736,7 +736,7 @@ void stream::warm_up() {
             }
         }
         // as many as keep all workers at it, and no more: a graph that begins may have to wait for them
-        while (n_reading < io->n_threads()) {
+        while (n_reading < io->n_in_flight()) {
             const int32_t i_layer = begin_warm();
             if (i_layer < 0) {
                 break;

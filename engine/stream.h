@@ -85,15 +85,6 @@ struct layer_desc {
     }
 };
 
-// room for the largest part of the layer, of a multiple of 64 bytes
-inline uint64_t ring_entry_bytes(const layer_desc & d) {
-    uint64_t n = 0;
-    for (const expert_part & p : d.parts) {
-        n = p.expert_bytes > n ? p.expert_bytes : n;
-    }
-    return (n + 63) / 64 * 64;
-}
-
 // the experts chosen for a batch: n_used ids for each of n_tokens, strides in bytes
 struct chosen_experts {
     const uint8_t * data;
@@ -125,7 +116,8 @@ public:
         bool        check   = false;   // MOESTREAM_CHECK: a slot that is used must have the checksum it had when it was filled (tests)
         uint8_t   * staging = nullptr; // two halves, one behind the other, or the ring; null when no layer needs them
         uint64_t    half_bytes = 0;
-        int32_t     n_ring     = 0;    // entries of the ring, as large as the largest part; 0: halves
+        int32_t     n_ring     = 0;    // entries of the ring; 0: halves
+        uint64_t    ring_bytes = 0;    // of an entry: room for the largest part
         trace_writer * trace = nullptr; // of what valid batches chose; null: nothing is recorded
     };
 

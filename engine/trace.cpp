@@ -70,7 +70,11 @@ std::unique_ptr<trace_writer> trace_writer::open(const std::string & path, const
     std::unique_ptr<trace_writer> out(new trace_writer(fd, path, header, limit));
 
     struct stat st = {};
-    const bool regular = fstat(fd, &st) == 0 && S_ISREG(st.st_mode);
+    const bool known   = fstat(fd, &st) == 0;
+    const bool regular = known && S_ISREG(st.st_mode);
+    if (known && (S_ISFIFO(st.st_mode) || S_ISSOCK(st.st_mode))) { // a graph would wait for whoever reads it
+        return fail("it is a pipe; hint: give a file");
+    }
     if (regular && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) { // file systems without locks have to do without
         return fail("another model records in it; hint: give each model a file of its own");
     }

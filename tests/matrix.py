@@ -51,11 +51,13 @@ class Cell:
     alignment: int = 32
     load_mode: str = "mmap"
     repack: bool = False  # the kernels that stock prefers, in place of plain ones
+    staging: str = "full"  # or "ring"
 
     def __str__(self) -> str:
         kernels = "repacked, " if self.repack else ""
+        ring = "ring, " if self.staging == "ring" else ""
         return (
-            f"{self.architecture} {self.type_name} {kernels}{self.n_shards} files, alignment {self.alignment}, {self.load_mode}"
+            f"{self.architecture} {self.type_name} {kernels}{ring}{self.n_shards} files, alignment {self.alignment}, {self.load_mode}"
         )
 
 
@@ -77,13 +79,14 @@ def full_matrix(names: list[str], types: list[str]) -> Iterator[Cell]:
             yield Cell(name, type_name, (str(used), str(used + 1), "all"), ALL_UBATCH)
             if type_name in architectures.REPACKED:
                 yield Cell(name, type_name, (str(used), "all"), (1, 2, 9, 64), repack=True)
+                yield Cell(name, type_name, (str(used), str(used + 1)), (9, 64), staging="ring")
     if "q4_0" not in types:
         return
     for i, name in enumerate(names):
         used = architectures.n_used(name)
         yield Cell(
             name, "q4_0", (str(used), str(2 * used)), (1, 2, 9),
-            n_shards=2 + i % 4, alignment=64 if i % 2 else 32, load_mode=LOAD_MODES[i % 3],
+            n_shards=2 + i % 4, alignment=64 if i % 2 else 32, load_mode=LOAD_MODES[i % 3], staging="ring" if i % 5 % 2 else "full",
         )  # fmt: skip
 
 
@@ -92,7 +95,7 @@ def short_matrix(names: list[str]) -> Iterator[Cell]:
     for name in names:
         for type_name in ("f32", "q4_0"):
             yield Cell(name, type_name, (str(architectures.n_used(name)),), (1, 9), repack=False)
-        yield Cell(name, "q4_0", (str(architectures.n_used(name)),), (1, 9), repack=True)
+        yield Cell(name, "q4_0", (str(architectures.n_used(name)),), (1, 9), repack=True, staging="ring")
 
 
 def check(cell: Cell, source: Path, folder: Path) -> Outcome:
@@ -135,6 +138,7 @@ def _compare(cell: Cell, model: Path, outcome: Outcome, tokens: int, ubatch: lis
         "--ubatch", ",".join(map(str, ubatch)), "--tokens", str(tokens), "--load-mode", cell.load_mode,
         *(["--embeddings"] if cell.architecture in architectures.EMBEDDINGS else []),
         *(["--repack"] if cell.repack else []),
+        "--moe-staging", cell.staging,
         env=environment(STRICT), ok=False, timeout_s=1800,
     )  # fmt: skip
     lines = done.stdout.splitlines()

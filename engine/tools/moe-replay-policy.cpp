@@ -71,7 +71,7 @@ static moe::trace_header parse_header(const std::vector<uint8_t> & data, uint64_
     moe::trace_header h;
     try {
         const auto json  = nlohmann::json::parse(data.begin() + moe::trace_prefix_bytes, data.begin() + pos);
-        const auto model = json.at("model");
+        const auto & model = json.at("model");
         h.fingerprint   = model.at("fingerprint").get<std::string>();
         h.architecture  = model.at("architecture").get<std::string>();
         h.name          = model.at("name").get<std::string>();

@@ -257,6 +257,9 @@ struct stream_model {
         for (const int32_t e : experts) {
             use_slot(i_layer, e);
         }
+        for (const int32_t e : experts) {
+            (l.pool.peek(e) >= 0 ? l.hits : l.misses) += 1;
+        }
         std::vector<placement> placed;
         const std::vector<int32_t> last = last_of(l, b);
         l.pool.acquire(last.data(), (int32_t) last.size(), placed);
@@ -270,10 +273,9 @@ struct stream_model {
         }
         ring.clear();
         for (const int32_t e : experts) {
-            const bool hit = l.pool.peek(e) >= 0;
-            (hit ? l.hits : l.misses) += 1;
-            l.n_read += !hit;
-            if (!hit && std::none_of(l.reading.begin(), l.reading.end(), [e](const placement & p) { return p.expert == e; })) {
+            const bool in_place = l.pool.peek(e) >= 0;
+            l.n_read += !in_place;
+            if (!in_place && std::none_of(l.reading.begin(), l.reading.end(), [e](const placement & p) { return p.expert == e; })) {
                 ring.insert(e);
             }
         }
@@ -764,11 +766,12 @@ static void run_round(uint64_t seed) {
     opt.staging    = round.experts.staging.get();
     opt.half_bytes = round.experts.half_bytes;
     if (round.n_ring > 0) {
-        uint64_t entry_bytes = 0;
         for (const layer_desc & d : round.experts.layers) {
-            entry_bytes = std::max(entry_bytes, ring_entry_bytes(d));
+            for (const expert_part & p : d.parts) {
+                opt.ring_bytes = std::max(opt.ring_bytes, p.expert_bytes);
+            }
         }
-        round.ring_memory.resize(round.n_ring * entry_bytes);
+        round.ring_memory.resize(round.n_ring * opt.ring_bytes);
         opt.staging = round.ring_memory.data();
         opt.n_ring  = round.n_ring;
     }

@@ -225,9 +225,9 @@ TEST(terabytes_do_not_overflow) {
 }
 
 TEST(staging_is_too_large_when_slots_that_were_asked_for_do_not_fit_beside_it) {
-    CHECK(!staging_is_too_large({ 190, 100, 50, 10, 8 }, 4));
-    CHECK(staging_is_too_large({ 189, 100, 50, 10, 8 }, 4));
-    CHECK(staging_is_too_large({ 50, 100, 50, 10, 8 }, 1));
+    CHECK(!staging_is_too_large({ 190, 100, 50, 10, 8 }, 40));
+    CHECK(staging_is_too_large({ 189, 100, 50, 10, 8 }, 40));
+    CHECK(staging_is_too_large({ 50, 100, 50, 10, 8 }, 10));
 }
 
 TEST(staging_is_too_large_when_it_takes_a_quarter_of_what_experts_get) {
