@@ -67,7 +67,7 @@ def demo(model: Path | None, slots: str | None, port: int, once: bool) -> None:
         port = free
     settings = ServerSettings(
         model=model or paths.demo_model(),
-        slots=parse_slots(slots or ("auto" if model else DEMO_SLOTS)),
+        slots=parse_slots(slots or ("auto" if model else DEMO_SLOTS), ("auto", "all", "off")),  # there is no router map here
         port=port,
     )
     plan = make_plan(settings)

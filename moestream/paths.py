@@ -11,6 +11,7 @@ base directories are used.
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from moestream.errors import MoestreamError
@@ -61,6 +62,25 @@ def absolute(path: Path) -> Path:
             f"{path}: relative to the working directory, which has been deleted",
             hint="cd to a folder that exists, or give an absolute path",
         ) from error
+
+
+def check_file(given_as: str, path: Path, *, hint: str) -> None:
+    """Refuse a path that is no file, or at which nothing can be found out.
+
+    Args:
+        given_as: the flag.
+
+    Raises:
+        MoestreamError: says why.
+    """
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MoestreamError(f"{given_as} {path}: no such file", hint=hint) from error
+    except OSError as error:
+        raise MoestreamError(f"{given_as} {path}: {error.strerror}", hint="check the path") from error
+    if not is_file:
+        raise MoestreamError(f"{given_as} {path}: it is no regular file", hint=hint)
 
 
 def _base(xdg_variable: str, default: str, name_below_home: str) -> Path:

@@ -73,8 +73,7 @@ def check_map(path: Path) -> Path:
     Raises:
         MoestreamError: there is no such file.
     """
-    if not path.is_file():
-        raise MoestreamError(f"--map {path}: no such file", hint="moestream map make writes a router map")
+    paths.check_file("--map", path, hint="moestream map make writes a router map")
     return paths.absolute(path)
 
 
@@ -141,6 +140,7 @@ def make_plan(
     """
     check_extra(settings.extra)
     check_streaming_flags(settings)
+    _check_warm(settings.warm, ready_timeout_s)
     if not settings.streaming:
         _check_environment()
     facts = gguf_facts.read(settings.model)
@@ -173,6 +173,15 @@ def make_plan(
         api_key=_api_key(extra),
         ready_timeout_s=ready_timeout_s,
     )
+
+
+def _check_warm(warm: str | None, ready_timeout_s: float) -> None:
+    """Filling slots belongs to start-up: a server that may take longer for it than for starting would be ended as not ready."""
+    if warm not in (None, "off") and 0 < ready_timeout_s <= int(warm):
+        raise MoestreamError(
+            f"--warm {warm} may take as long as --ready-timeout {ready_timeout_s:g}, and the server would be ended as not ready",
+            hint=f"add --ready-timeout {int(warm) + 900}, or 0 for no limit; or a smaller --warm",
+        )
 
 
 def _check_environment() -> None:
@@ -345,7 +354,7 @@ def start(
     parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests served at a time.")] = None,
     # Checked by hand: Typer's message for a range leaves out the value.
     io_threads: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Threads that read experts, 1 to {MAX_IO_THREADS}.")
+        int | None, typer.Option(metavar="N", help=f"Reads of experts at a time, 1 to {MAX_IO_THREADS}.")
     ] = None,
     io: Annotated[Io | None, typer.Option(help="How experts are read.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import tempfile
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +20,15 @@ from moestream.commands.start import DEFAULT_CTX_TOKENS, check_model
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
 from moestream.result import Result
+from moestream.routing import files
 from moestream.routing import replay as replaying
 from moestream.routing import trace as traces
 from moestream.routing.fingerprint import fingerprint
 from moestream.server import report
-from moestream.server.arguments import flag_of, parse_slots
+from moestream.server.arguments import MAX_DIGITS, flag_of, parse_slots
+from moestream.server.process import guarded
 from moestream.server.progress import progress
+from moestream.server.supervise import in_our_words, stop_on_signals
 from moestream.upstream import engines
 
 HELP = "Record which experts a model chooses, and see what slots would make of it."
@@ -36,11 +42,14 @@ _OWNED = {
 _DEFAULT_SLOTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-def check_fingerprint(facts: GgufFacts, path: Path, model: traces.ModelName) -> None:
+def check_fingerprint(facts: GgufFacts, path: Path, model: traces.ModelName, layers: Iterable[tuple[int, int]]) -> None:
     """Refuse a trace or a map of another model than this one.
 
+    Args:
+        layers: those of the trace or map, and how many experts they have there.
+
     Raises:
-        MoestreamError: names both fingerprints.
+        MoestreamError: names both fingerprints, or the layer that the model does not have.
     """
     own = fingerprint(facts)
     if own != model.fingerprint:
@@ -48,6 +57,14 @@ def check_fingerprint(facts: GgufFacts, path: Path, model: traces.ModelName) -> 
             f"{path} is of another model: {model.name} ({model.fingerprint}), and {facts.files[0].name} is {own}",
             hint="use what was recorded of this model; its quantised versions count as the same, its fine-tunes do not",
         )
+    known = {layer: facts.layer_tensors(layer)[0].n_expert for layer in facts.moe_layers}
+    for layer, n_expert in layers:
+        if known.get(layer) != n_expert:
+            has = f"has {known[layer]} there" if layer in known else "has no experts there"
+            raise MoestreamError(
+                f"{path} has {n_expert} experts in layer {layer}, and {facts.files[0].name} {has}",
+                hint="the file is damaged; record it again: moestream trace record",
+            )
 
 
 def parse_list(flag: str, text: str) -> list[int]:
@@ -58,7 +75,7 @@ def parse_list(flag: str, text: str) -> list[int]:
     """
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
-        if not (part.isascii() and part.isdigit() and 0 < int(part) < 1 << 20):
+        if not (part.isascii() and part.isdigit() and len(part) < MAX_DIGITS and 0 < int(part) < 1 << 20):
             raise MoestreamError(f"{flag} {text}: '{part}' is no number from 1", hint=f"for example {flag} 16,32")
     return sorted({int(part) for part in parts})
 
@@ -85,49 +102,36 @@ def record(
         )
     if text is not None and not text:
         raise MoestreamError("--text is empty", hint="give some words to go on from")
-    if prompt is not None and not prompt.is_file():
-        raise MoestreamError(f"--prompt {prompt}: no such file", hint='the text itself is given with --text "…"')
+    if prompt is not None:
+        paths.check_file("--prompt", prompt, hint='the text itself is given with --text "…"')
     for argument in extra or ():
         if ours := _OWNED.get(flag_of(argument)):
             raise MoestreamError(
                 f"{argument} after -- collides with moestream's own {ours}", hint=f"use moestream trace record {ours} …"
             )
-    slots = parse_slots(slots)
+    slots = parse_slots(slots, ("auto", "all", "off"))
     if slots == "off":
         raise MoestreamError("--slots off: without streaming nothing is recorded", hint="--slots auto")
+    traces.check_replaceable(out)
     facts = gguf_facts.read(model)
+    if not facts.is_moe:
+        raise MoestreamError(
+            f"{facts.files[0].name} ({facts.architecture}) is not a mixture-of-experts model: there is nothing to record",
+            hint="name a model that has experts",
+        )
     check_model(facts, slots)
     context = ctx if ctx is not None else min(DEFAULT_CTX_TOKENS, facts.n_ctx_train or DEFAULT_CTX_TOKENS)
-    command = [
-        str(engines.in_use(backend).tool("llama-completion")), "-m", str(paths.absolute(facts.files[0])), "-no-cnv",
+    program = [
+        str(paths.absolute(engines.in_use(backend).tool("llama-completion"))), "-m", str(paths.absolute(facts.files[0])), "-no-cnv",
         *(["-f", str(prompt)] if prompt is not None else ["-p", text or ""]), "-n", str(tokens), "-c", str(context),
-        "--moe-slots", slots, "--moe-trace", str(out), "--moe-trace-limit", str(limit), *(extra or ()),
+        "--moe-slots", slots, "--moe-trace-limit", str(limit), *(extra or ()),
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="moestream-trace-") as folder:
-        stats_path, log_path, text_path = Path(folder, "stats.json"), Path(folder, "log"), Path(folder, "text")
-        with log_path.open("wb") as log, text_path.open("wb") as written:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=written, stderr=log,
-                env={**os.environ, "MOESTREAM_STATS_FILE": str(stats_path)},
-            )  # fmt: skip
-        with progress("recording", text_path) as show:
-            try:
-                while True:
-                    try:
-                        code = process.wait(0.2)
-                        break
-                    except subprocess.TimeoutExpired:
-                        show()
-            except BaseException:  # Ctrl-C went to the program too; what it has recorded is whole when it has ended
-                process.terminate()
-                process.wait()
-                raise
-        log_text = log_path.read_text(encoding="utf-8", errors="replace")
-        if code != 0:
-            raise _record_error(code, log_text)
-        stats = json.loads(stats_path.read_text(encoding="utf-8"))
-    trace = traces.read(out)
-    notice = next((line.split("moestream: ", 1)[1] for line in log_text.splitlines() if "recording the trace" in line), None)
+    with files.replacing(out, "trace") as fresh:  # until there is a new one, the old one stays
+        stats, log = _run([*program, "--moe-trace", str(fresh)])
+        trace = replace(traces.read(fresh), path=out)
+    log = log.replace(str(fresh), str(out))
+    notices = [line.partition("moestream: ")[2] or line for line in log.splitlines() if "recording the trace" in line]
+    notice = notices[0] if notices else None
     totals = stats["totals"]
     data = {**_facts(trace), "slots": stats["slots"], "policy": stats["policy"], "stats": stats, "notice": notice}
     n = totals["hits"] + totals["misses"]
@@ -137,20 +141,73 @@ def record(
         ("tokens", f"{trace.n_tokens}, of them {trace.n_single} one at a time"),
         ("hit rate", f"{totals['hits'] / n:.1%} with {stats['slots']} slots, policy {stats['policy']}" if n else None),
         ("notice", notice),
-        ("next", f"moestream trace replay {out} --model {model}; moestream map make {out} --out {out.with_suffix('.map')}"),
+        ("next", _next(model, out)),
     ]
     return Result("trace-record", data, report.table(rows))
 
 
-def _record_error(code: int, log: str) -> MoestreamError:
+def _next(model: Path, out: Path) -> str:
+    """What to do with a trace."""
+    map_path = out.with_suffix(".map") if out.suffix != ".map" else out.with_name(f"{out.name}.map")
+    trace, model_, map_ = (shlex.quote(str(path)) for path in (out, model, map_path))
+    return f"moestream trace replay {trace} --model {model_}; moestream map make {trace} --out {map_}"
+
+
+def _run(command: list[str]) -> tuple[dict[str, Any], str]:
+    """Let llama-completion record; what it counted, and its log.
+
+    Raises:
+        MoestreamError: it failed, or was asked to stop: then the trace is not whole.
+    """
+    with tempfile.TemporaryDirectory(prefix="moestream-trace-") as folder:
+        stats_path, log_path, text_path = Path(folder, "stats.json"), Path(folder, "log"), Path(folder, "text")
+        environment = {**os.environ, "MOESTREAM_STATS_FILE": str(stats_path)}
+        # A closing terminal or a SIGTERM to this process must not leave the program running, nor must a SIGKILL.
+        with (
+            log_path.open("wb") as log,
+            text_path.open("wb") as written,
+            stop_on_signals(lambda: None) as signals,
+            guarded(command, stdin=subprocess.DEVNULL, stdout=written, stderr=log, env=environment) as process,
+            progress("recording", text_path) as show,
+        ):
+            code = None
+            while code is None:
+                if len(signals) > 1:
+                    break  # it is killed at the end of the block
+                if signals:
+                    process.terminate()
+                try:
+                    code = process.wait(0.2)
+                except subprocess.TimeoutExpired:
+                    show()
+        if signals:
+            raise MoestreamError("stopped before the trace was whole: nothing was recorded", exit_code=130)
+        log_text = log_path.read_text(encoding="utf-8", errors="replace")
+        if code != 0:
+            raise _record_error(f"llama-completion ended with {code}", log_text)
+        try:
+            stats = json.loads(stats_path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:  # an argument after -- that only prints something
+            raise _record_error("llama-completion loaded no model", log_text) from error
+        if not stats.get("streaming"):
+            raise _record_error("llama-completion did not stream", log_text)
+        return stats, log_text
+
+
+def _record_error(why: str, log: str) -> MoestreamError:
     """What llama-completion said, as one message."""
     lines = [line for line in log.splitlines() if line.strip()]
     for line in lines:
         if "error loading model: " in line:
             message, _, hint = line.split("error loading model: ", 1)[1].partition("; hint: ")
-            return MoestreamError(f"nothing was recorded: {message}", hint=hint or None)
+            hint = in_our_words(hint)
+            # without streaming nothing is recorded
+            return MoestreamError(f"nothing was recorded: {message}", hint=hint if hint and "--slots off" not in hint else None)
     last = "\n  ".join(deque(lines, _SHOWN_LINES))
-    return MoestreamError(f"nothing was recorded: llama-completion ended with {code}; its last lines were:\n  {last}")
+    return MoestreamError(
+        f"nothing was recorded: {why}" + (f"; its last lines were:\n  {last}" if lines else ""),
+        hint="what follows -- is passed on to llama-completion as it is",
+    )
 
 
 def _facts(trace: traces.Trace) -> dict[str, Any]:
@@ -228,7 +285,7 @@ def replay(
     trace = traces.read(file)
     facts = gguf_facts.read(model) if model is not None else None
     if facts is not None:
-        check_fingerprint(facts, file, trace.model)
+        check_fingerprint(facts, file, trace.model, ((layer.layer, layer.n_expert) for layer in trace.layers))
     n_max = max(layer.n_expert for layer in trace.layers)
     counts = (
         parse_list("--slots", slots)
@@ -247,7 +304,10 @@ def replay(
         tps = None
         if speed is not None and n_bytes is not None:
             tps = replaying.predicted_tps(n_bytes, speed[0] * 1e6, speed[1])
-        value[run.policy, run.slots] = tps if tps is not None else run.hit_rate
+        if speed is None:
+            value[run.policy, run.slots] = run.hit_rate
+        elif tps is not None:  # a hit rate cannot be held against speeds
+            value[run.policy, run.slots] = tps
         rows.append({
             "policy": run.policy, "slots": run.slots, "hits": run.hits, "misses": run.misses, "evictions": run.evictions,
             "hit_rate": round(run.hit_rate, 5), "misses_per_token": run.misses_per_token, "bytes_per_token": n_bytes,
@@ -256,7 +316,8 @@ def replay(
     best = replaying.best_start(runs, value)
     command = None
     if best is not None:
-        command = f"moestream start --model {model or trace.model.name} --slots {min(best[1], n_max)} --policy {best[0]}"
+        named = shlex.quote(str(model or trace.model.name))
+        command = f"moestream start --model {named} --slots {min(best[1], n_max)} --policy {best[0]}"
     data = {**_facts(trace), "runs": rows, "start": command}
     return Result("trace-replay", data, _replay_text(rows, trace, command))
 

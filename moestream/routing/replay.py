@@ -128,9 +128,10 @@ def best_start(runs: Sequence[Run], value: Mapping[tuple[str, int], float]) -> t
     """Policy and slots to start with: the best policy with the fewest slots that reach 95 % of the best value.
 
     Args:
-        value: what is wanted much of, by policy and slots: hit rate, or tokens a second.
+        value: what is wanted much of, by policy and slots: hit rate, or tokens a second. What is missing is left out.
     """
-    able = [(run.policy, run.slots) for run in runs if run.policy != OPTIMUM and run.slots is not None]
+    keys = [(run.policy, run.slots) for run in runs if run.policy != OPTIMUM and run.slots is not None]
+    able = [key for key in keys if key in value]
     if not able:
         return None
     most = max(value[key] for key in able)

@@ -37,6 +37,7 @@ _OWNED: tuple[tuple[tuple[str, ...], str | None], ...] = (
 # Fill empty slots in the background, delay nothing for it. The engine's own default is not to: tools that end soon gain nothing.
 DEFAULT_WARM = "0"
 MAX_WARM_S = 86400
+MAX_DIGITS = 1000  # Python refuses to read numbers with more than 4300
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ServerSettings:
             ``off`` for no streaming at all.
         ctx: context length in tokens, 0 for what the model was trained with.
         parallel: requests served at a time.
-        io_threads: threads that read experts.
+        io_threads: reads of experts at a time.
         io: ``auto``, ``direct`` or ``buffered`` reads.
         policy: who is evicted: ``lru``, ``lfu`` or ``heat``.
         overlap: ``on`` or ``off``: whether a layer computes with what is there while experts are read.
@@ -80,19 +81,22 @@ class ServerSettings:
         return self.slots != "off"
 
 
-def parse_slots(value: str) -> str:
+def parse_slots(value: str, words: Sequence[str] = ("auto", "all", "map", "off")) -> str:
     """Check ``--slots``; returns it normalised.
 
+    Args:
+        words: what it may be, beside a number.
+
     Raises:
-        MoestreamError: it is neither a positive number nor ``auto``, ``all``, ``map`` or ``off``.
+        MoestreamError: it is neither a positive number nor one of the words.
     """
     text = value.strip().lower()
-    if text in ("auto", "all", "map", "off"):
+    if text in words:
         return text
-    if text.isascii() and text.isdigit() and int(text) > 0:
+    if text.isascii() and text.isdigit() and len(text) < MAX_DIGITS and int(text) > 0:
         return str(int(text))
     raise MoestreamError(
-        f"--slots {value}: expected a number of expert slots per layer, auto, all, map or off",
+        f"--slots {value}: expected a number of expert slots per layer, {', '.join(words[:-1])} or {words[-1]}",
         hint="--slots auto sizes them from the memory that is free",
     )
 
@@ -153,10 +157,12 @@ def check_streaming_flags(settings: ServerSettings) -> None:
     if settings.io_threads is not None and not 1 <= settings.io_threads <= MAX_IO_THREADS:
         raise MoestreamError(
             f"--io-threads {settings.io_threads}: expected a number from 1 to {MAX_IO_THREADS}",
-            hint="leave it out for 4",
+            hint="leave it out for 4, or what the drive measures better with",
         )
     warm = settings.warm
-    if warm not in (None, "off") and not (warm.isascii() and warm.isdigit() and int(warm) <= MAX_WARM_S):
+    if warm not in (None, "off") and not (
+        warm.isascii() and warm.isdigit() and len(warm) < MAX_DIGITS and int(warm) <= MAX_WARM_S
+    ):
         raise MoestreamError(
             f"--warm {warm}: expected off, or a number of seconds up to {MAX_WARM_S}",
             hint="--warm 0 fills slots in the background and delays nothing",

@@ -31,14 +31,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from moestream.server.client import Health
 from moestream.server.records import limit_log
 
 GUARD = Path(__file__).with_name("guard.py")
+GUARD_MODE = "pdeathsig" if sys.platform == "linux" else "pipe"
 
 POLL_S = 0.1  # how soon a death is noticed
 PROBE_EVERY_S = 0.2
@@ -182,7 +184,7 @@ class ServerProcess:
         self._stop_again_s = stop_again_s
         self._max_log_bytes = max_log_bytes
         self._on_change = on_change
-        self._guard = guard or ("pdeathsig" if sys.platform == "linux" else "pipe")
+        self._guard = guard or GUARD_MODE
         # SimpleQueue.put is reentrant: a signal handler may call it whatever it interrupted.
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -371,3 +373,34 @@ class ServerProcess:
                 os.killpg(process.pid, number)
             else:
                 os.kill(process.pid, number)
+
+
+@contextlib.contextmanager
+def guarded(argv: Sequence[str], guard: str = GUARD_MODE, **how: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that is killed at the end of the block, and when this process goes, however it goes. Signals of the terminal do not
+    reach it.
+
+    Args:
+        guard: as of :class:`ServerProcess`. The calling thread must outlive the block.
+        how: what ``subprocess.Popen`` takes.
+    """
+    theirs, ours = os.pipe()
+    command = [sys.executable, "-I", "-S", str(GUARD), guard, str(theirs if guard == "pipe" else os.getpid())]
+    try:
+        process = subprocess.Popen(
+            [*command, "--", *argv], pass_fds=(theirs,) * (guard == "pipe"), start_new_session=True, **how
+        )
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    try:
+        yield process
+    finally:
+        os.close(ours)  # a guard that stays kills its program then
+        if guard == "pipe":
+            process.wait()
+        elif process.poll() is None:
+            process.kill()
+            process.wait()

@@ -44,10 +44,17 @@ def slots_line(stats: Stats, *, requested: str = "", sleeping: bool = False) -> 
         return "off: expert streaming is off, all weights are loaded as llama.cpp does"
     raw = stats.raw or {}
     io = raw.get("io") or {}
-    text = f"{raw.get('slots')} of {raw.get('n_expert')} experts in each of {raw.get('n_layer_moe')} MoE layers"
+    counts = [layer["slots"] for layer in raw.get("layers") or [] if "slots" in layer]
+    slots = f"{min(counts)} to {max(counts)}" if counts and min(counts) != max(counts) else raw.get("slots")
+    text = f"{slots} of {raw.get('n_expert')} experts in each of {raw.get('n_layer_moe')} MoE layers"
     text += f" ({raw.get('n_expert_used')} used per token), policy {raw.get('policy')}"
-    text += f", {io.get('mode')} reads by {io.get('threads')} threads"
+    text += f", {io.get('mode')} reads, {io.get('in_flight')} in flight by {io.get('threads')} threads"
+    text += " with io_uring" if io.get("backend") == "uring" else ""
     text += f", overlap {'on' if raw.get('overlap') else 'off'}"
+    if pin := (raw.get("map") or {}).get("pin"):
+        text += f", {pin} experts of {raw['map'].get('name')} pinned in each"
+    if (warm := raw.get("warm", "off")) != "off":
+        text += ", filled beforehand in the background" if warm == "background" else f", filled beforehand for at most {warm}"
     return text
 
 

@@ -206,7 +206,7 @@ _REFUSAL = re.compile(
 )
 
 
-def _in_our_words(hint: str) -> str:
+def in_our_words(hint: str) -> str:
     """A hint of the engine with the flags of ``moestream start``: its own ones are refused after ``--``."""
     hint = hint.replace("leave out --moe-slots", "serve without streaming: --slots off").replace("(-c)", "(--ctx)")
     return re.sub(r"--moe-(slots|io-threads|io|policy|overlap|map-pin|map|warm)(?![-\w])", r"--\1", hint)
@@ -248,7 +248,7 @@ def end_error(plan: ServerPlan, end: Exit, *, was_ready: bool, after_s: float) -
     if end.cause is Cause.DIED and not was_ready:
         refusal = next((m for m in map(_REFUSAL.search, reversed(lines)) if m), None)
         if refusal:
-            return MoestreamError(refusal[1].strip(), hint=_in_our_words(refusal[2].strip()))
+            return MoestreamError(refusal[1].strip(), hint=in_our_words(refusal[2].strip()))
     lines = lines[-LOG_END_LINES:]
     when = f"after {after_s:.1f} s"
     hint = f"the whole log: {plan.log_path}"

@@ -167,9 +167,7 @@ def test_slots_under_a_budget(recorded: list[tuple[Path, dict[str, Any]]], demo:
 def test_refusals(recorded: list[tuple[Path, dict[str, Any]]], demo: Path, tmp_path: Path) -> None:
     path = recorded[0][0]
     message, hint = refusal("trace", "record", demo, "--out", demo, "--text", "x")
-    assert (
-        message == f"nothing was recorded: --moe-trace: cannot record a trace in '{demo}': the file exists and holds no trace"
-    )
+    assert message == f"{demo}: the file exists and holds no trace"
     assert hint == "choose another name, or remove it"
     out = ("--out", tmp_path / "t")
     assert "a text to go on from is needed" in refusal("trace", "record", demo, *out)[0]

@@ -41,24 +41,27 @@ def test_what_to_start_with() -> None:
     }
     runs = [run(policy, slots) for policy, slots in rates]
     assert best_start(runs, rates) == ("lru", 16), "95 % of 0.92 is enough, and the optimum is no policy"
+    del rates["lru", 16], rates["lfu", 16]
+    assert best_start(runs, rates) == ("lru", 32), "a run without a value is left out"
     assert best_start([run("opt", 8), run("lru", None)], rates) is None
 
 
 def test_sizes() -> None:
-    assert [parse_size("--budget", s) for s in ("4GiB", "1.5 gib", "800MB", "100", "2kib")] == [
+    assert [parse_size("--budget", s) for s in ("4GiB", "1.5 gib", "800MB", "100", "2kib", "1TB")] == [
         4 << 30,
         3 << 29,
         800 * 10**6,
         100,
         2048,
+        10**12,
     ]
-    for bad in ("", "GiB", "-4GiB", "0", "4 G", "4XB", "4IB", "nan"):
+    for bad in ("", "GiB", "-4GiB", "0", "4 G", "4XB", "4IB", "nan", "9" * 400, "9999999999TiB", "0.1"):
         with pytest.raises(MoestreamError, match=r"--budget .*: expected a size"):
             parse_size("--budget", bad)
 
 
 def test_lists() -> None:
     assert parse_list("--slots", "32, 16,16") == [16, 32]
-    for bad in ("", "16,", "a", "0", "-3", "1.5"):
+    for bad in ("", "16,", "a", "0", "-3", "1.5", "9" * 5000):
         with pytest.raises(MoestreamError, match=r"--slots .*is no number from 1"):
             parse_list("--slots", bad)

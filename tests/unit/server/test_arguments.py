@@ -142,3 +142,11 @@ def test_value_after() -> None:
     extra = ["--api-key", "a", "--api_key", "b", "--api-key"]
     assert value_after(extra, "--api-key") == "b"
     assert value_after(extra, "--ssl-key-file") is None
+
+
+def test_words_for_slots() -> None:
+    assert parse_slots("Map") == "map"
+    with pytest.raises(MoestreamError, match="--slots map: expected a number of expert slots per layer, auto, all or off"):
+        parse_slots("map", ("auto", "all", "off"))
+    with pytest.raises(MoestreamError, match="expected a number of expert slots"):
+        parse_slots("9" * 5000)

@@ -92,6 +92,24 @@ def test_slots_of_a_sleeping_server(requested: str, line: str) -> None:
     assert report.slots_line(stats, requested=requested, sleeping=True).startswith(line)
 
 
+def test_slots_in_force() -> None:
+    """What is shown is what the engine's own lines say."""
+    raw = {
+        "streaming": True, "slots": 48, "n_expert": 128, "n_layer_moe": 2, "n_expert_used": 8, "policy": "heat", "overlap": True,
+        "map": {"name": "m.map", "pin": 4}, "warm": "60 s", "layers": [{"slots": 24}, {"slots": 48}],
+        "io": {"mode": "direct", "threads": 1, "backend": "uring", "in_flight": 8},
+    }  # fmt: skip
+    assert report.slots_line(Stats(True, raw=raw)) == (
+        "24 to 48 of 128 experts in each of 2 MoE layers (8 used per token), policy heat, direct reads, 8 in flight by 1 threads "
+        "with io_uring, overlap on, 4 experts of m.map pinned in each, filled beforehand for at most 60 s"
+    )
+    raw |= {"map": None, "warm": "off", "layers": [{"slots": 48}, {"slots": 48}]}
+    raw["io"] = {"mode": "buffered", "threads": 4, "backend": "threads", "in_flight": 4}
+    assert report.slots_line(Stats(True, raw=raw)) == (
+        "48 of 128 experts in each of 2 MoE layers (8 used per token), policy heat, buffered reads, 4 in flight by 4 threads, overlap on"
+    )
+
+
 def test_no_lookup_yet() -> None:
     stats = Stats(True, raw={"streaming": True, "totals": {"hits": 0, "misses": 0}})
     assert report.traffic_line(stats) == "no expert was looked up yet"

@@ -175,3 +175,24 @@ def test_streaming_from_the_environment_without_streaming(engine: None, monkeypa
     assert plan_of(slots="auto").slots == "auto"
     with pytest.raises(MoestreamError, match="LLAMA_ARG_MOE_SLOTS=8 in the environment cannot be combined with --slots off"):
         plan_of(slots="off")
+
+
+def test_warm_that_outlasts_the_time_to_be_ready(engine: None) -> None:
+    def plan(warm: str | None, ready_timeout_s: float) -> ServerPlan:
+        settings = ServerSettings(model=DEMO, port=address.free_port("127.0.0.1"), warm=warm)
+        return start.make_plan(settings, ready_timeout_s=ready_timeout_s)
+
+    with pytest.raises(MoestreamError, match="--warm 900 may take as long as --ready-timeout 900") as caught:
+        plan("900", 900)
+    assert caught.value.hint is not None and "--ready-timeout 1800" in caught.value.hint
+    for warm, ready_timeout_s in ((None, 900), ("off", 1), ("0", 1), ("899", 900), ("3600", 0)):
+        plan(warm, ready_timeout_s)
+
+
+def test_a_map_at_which_one_cannot_look(tmp_path: Path) -> None:
+    with pytest.raises(MoestreamError, match=r"--map .*: no such file"):
+        start.check_map(tmp_path / "none")
+    with pytest.raises(MoestreamError, match=r"--map .*: it is no regular file"):
+        start.check_map(tmp_path)
+    with pytest.raises(MoestreamError, match=r"--map .*: File name too long"):
+        start.check_map(tmp_path / ("x" * 300))
