@@ -56,6 +56,9 @@ int main(int argc, char ** argv) {
     if (fd < 0 || fstat(fd, &st) != 0) {
         die(std::string("cannot open ") + argv[1]);
     }
+    if (slab_bytes == 0 || (uint64_t) st.st_size / slab_bytes < 2 || n_workers < 1 || depth < 1) {
+        die(std::string(argv[1]) + " must hold at least 2 slabs, and workers and depth be positive numbers");
+    }
     const uint64_t n_slab = (uint64_t) st.st_size / slab_bytes - 1;
     std::string error;
     auto source = moe::make_file_source({ { fd, argv[1] } }, mode, error, backend);

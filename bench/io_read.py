@@ -178,16 +178,22 @@ def numbers(text: str) -> list[int]:
     return values
 
 
+def number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:30]) < 1 << 40):
+        raise argparse.ArgumentTypeError(f"'{text}': expected a number from 1")
+    return int(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("file", type=Path, help="file to read from; larger than the page cache when --io buffered")
     p.add_argument("--make-gib", type=float, help="write it first, with random bytes, and remove it at the end")
-    p.add_argument("--slab", type=int, default=SLAB_BYTES, help="bytes of one read (default: %(default)s)")
+    p.add_argument("--slab", type=number, default=SLAB_BYTES, help="bytes of one read (default: %(default)s)")
     p.add_argument("--io", choices=("direct", "buffered"), default="direct")
     p.add_argument("--threads", type=numbers, default=[1, 2, 4, 8], help="numbers of threads (default: 1,2,4,8)")
     p.add_argument("--depths", type=numbers, default=[1, 2, 4, 8, 16, 32], help="reads of io_uring (default: 1,2,4,8,16,32)")
-    p.add_argument("--workers", type=int, default=2, help="threads that share the reads of io_uring, at most (default: 2)")
-    p.add_argument("--runs", type=int, default=3)
+    p.add_argument("--workers", type=number, default=2, help="threads that share the reads of io_uring, at most (default: 2)")
+    p.add_argument("--runs", type=number, default=3)
     p.add_argument("--seconds", type=float, default=2, help="of one run of one side")
     p.add_argument("--json", type=Path, help="write all samples there")
     args = p.parse_args(argv)
@@ -202,6 +208,10 @@ def main(argv: list[str] | None = None) -> int:
                 make_file(args.file, int(args.make_gib * 2**30))
             elif not args.file.is_file():
                 raise MoestreamError(f"{args.file} is no file", hint="--make-gib 6 writes one")
+            if args.file.stat().st_size < 2 * args.slab:
+                raise MoestreamError(
+                    f"{args.file} must hold at least 2 slabs of {args.slab} bytes", hint="a larger file, or --slab N"
+                )
             rows = measure(args.file, args)
     except MoestreamError as e:
         print(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else ""), file=sys.stderr)

@@ -64,6 +64,21 @@ def test_numbers(text: str) -> None:
         io_read.numbers(text)
 
 
+@pytest.mark.parametrize("flag", ["--workers", "--runs", "--slab"])
+@pytest.mark.parametrize("text", ["0", "-1", "x", "9" * 5000])
+def test_positive_numbers(flag: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        io_read.main(["file", flag, text])
+    assert "expected a number from 1" in capsys.readouterr().err
+
+
+def test_a_file_of_one_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    (tmp_path / "f").write_bytes(bytes(199))
+    assert io_read.main([str(tmp_path / "f"), "--slab", "100"]) == 1
+    assert "must hold at least 2 slabs of 100 bytes" in capsys.readouterr().err
+
+
 def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     assert io_read.main([str(tmp_path / "none")]) == 1
