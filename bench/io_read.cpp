@@ -79,7 +79,7 @@ int main(int argc, char ** argv) {
         for (int32_t i = 0; i < n_batch; ++i) {
             uint8_t * p = slots[half * n_batch + i].get();
             p += 64 - (uintptr_t) p % 64;
-            const uint64_t offset = rnd() % n_slab * slab_bytes + rnd() % 128 * 32;
+            const uint64_t offset = rnd() % n_slab * slab_bytes + rnd() % 128 * 32 % slab_bytes;
             transfers.push_back({ i, 0, offset, slab_bytes, p, nullptr });
         }
         r.submit(groups[half], transfers, moe::urgency::demand);

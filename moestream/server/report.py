@@ -48,7 +48,7 @@ def slots_line(stats: Stats, *, requested: str = "", sleeping: bool = False) -> 
     slots = f"{min(counts)} to {max(counts)}" if counts and min(counts) != max(counts) else raw.get("slots")
     text = f"{slots} of {raw.get('n_expert')} experts in each of {raw.get('n_layer_moe')} MoE layers"
     text += f" ({raw.get('n_expert_used')} used per token), policy {raw.get('policy')}"
-    text += f", {io.get('mode')} reads, {io.get('in_flight')} in flight by {io.get('threads')} threads"
+    text += f", {io.get('mode')} reads, {io.get('in_flight')} in flight by {io.get('threads')} {'thread' if io.get('threads') == 1 else 'threads'}"
     text += " with io_uring" if io.get("backend") == "uring" else ""
     text += f", overlap {'on' if raw.get('overlap') else 'off'}"
     if pin := (raw.get("map") or {}).get("pin"):

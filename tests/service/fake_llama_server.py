@@ -58,7 +58,7 @@ def stats():
     return {
         "schema": "moestream/stats/1", "streaming": True, "n_layer_moe": 8, "n_expert": 64, "n_expert_used": 6,
         "slots": n_slots, "policy": value_of("--moe-policy", "lru"),
-        "io": {"mode": "buffered", "requested": value_of("--moe-io", "auto"), "reason": "", "threads": 4},
+        "io": {"mode": "buffered", "requested": value_of("--moe-io", "auto"), "reason": "", "threads": 4, "backend": "threads", "in_flight": 4},
         "overlap": True, "placement": "cpu", "kernels": {"experts": "repacked", "dense": "plain", "same_bits_as": "stock llama.cpp"},
         "memory": {"pool_bytes": 4 << 20, "staging_bytes": 1 << 20, "bounce_bytes": 0, "dense_bytes": 8 << 20,
                    "kv_bytes": 2 << 20, "compute_bytes": 1 << 20, "total_bytes": 16 << 20},

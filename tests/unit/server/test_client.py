@@ -100,7 +100,7 @@ def test_slots_in_force() -> None:
         "io": {"mode": "direct", "threads": 1, "backend": "uring", "in_flight": 8},
     }  # fmt: skip
     assert report.slots_line(Stats(True, raw=raw)) == (
-        "24 to 48 of 128 experts in each of 2 MoE layers (8 used per token), policy heat, direct reads, 8 in flight by 1 threads "
+        "24 to 48 of 128 experts in each of 2 MoE layers (8 used per token), policy heat, direct reads, 8 in flight by 1 thread "
         "with io_uring, overlap on, 4 experts of m.map pinned in each, filled beforehand for at most 60 s"
     )
     raw |= {"map": None, "warm": "off", "layers": [{"slots": 48}, {"slots": 48}]}
