@@ -676,9 +676,6 @@ static void find_experts(moe_stream & moe, const llama_model_loader & ml, const 
             t.offset       = w->offs;
             t.expert_bytes = w->tensor->nb[2];
             t.n_expert     = w->tensor->ne[2];
-            if (t.expert_bytes == 0 || t.n_expert == 0) {
-                refuse_file(format("tensor '%s' has no elements", name.c_str()));
-            }
             if (moe.extra_bufts) {
                 ggml_backend_buffer_type_t extra = extra_buft_for(w->tensor, std::max<int64_t>(1, hparams.n_expert_used(il)));
                 // a piece of work must fit into a reader's buffer
@@ -787,6 +784,7 @@ static void lay_out_staging(moe_stream & moe) {
 
 // enough that several reads are in flight while a matrix is computed with
 static void lay_out_ring(moe_stream & moe) {
+    moe.ring_bytes = 64; // tensors without elements are refused later, by name
     for (const auto & [il, tensors] : moe.layers) {
         for (const file_tensor & t : tensors) {
             moe.ring_bytes = std::max(moe.ring_bytes, align_up(t.expert_bytes, 64));

@@ -106,7 +106,7 @@ private:
 
     // as the file has it, but not all of a long one, nor of what may be nested without end
     static std::string shown(const json & value) {
-        if (value.is_structured()) {
+        if (value.is_structured() && !value.empty()) {
             return value.is_array() ? "a list" : "an object";
         }
         const std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);

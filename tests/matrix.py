@@ -56,9 +56,7 @@ class Cell:
     def __str__(self) -> str:
         kernels = "repacked, " if self.repack else ""
         ring = "ring, " if self.staging == "ring" else ""
-        return (
-            f"{self.architecture} {self.type_name} {kernels}{ring}{self.n_shards} files, alignment {self.alignment}, {self.load_mode}"
-        )
+        return f"{self.architecture} {self.type_name} {kernels}{ring}{self.n_shards} files, alignment {self.alignment}, {self.load_mode}"
 
 
 @dataclass
