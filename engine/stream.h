@@ -130,7 +130,7 @@ public:
     void        compute_begin();
     std::string compute_end(bool complete);
 
-    // ids_out: n_used * n_tokens ids for the expert matmuls, packed. read_next: also read all of the next layer (staging).
+    // ids_out: n_used * n_tokens ids for the expert matmuls, packed. read_next: also read all of the next layer, which is staged, too.
     void begin_slots  (int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool late = false);
     void begin_staging(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool read_next, bool late = false);
 

@@ -275,8 +275,10 @@ TEST(replay_counts_what_the_stream_counts) {
                     const id_layout ids(batch, rnd);
                     std::vector<int32_t> out(n_tokens * n_used);
                     const bool staged = !fits_slots(d.n_expert, d.n_slot, n_used, n_tokens);
+                    const bool next_is_staged = l + 1 < s.n_layers() &&
+                        !fits_slots(experts.layers[l + 1].n_expert, experts.layers[l + 1].n_slot, n_used, n_tokens);
                     if (staged) {
-                        s.begin_staging(l, ids.chosen, out.data(), rnd.percent(30));
+                        s.begin_staging(l, ids.chosen, out.data(), next_is_staged && rnd.percent(30));
                     } else {
                         s.begin_slots(l, ids.chosen, out.data());
                     }
