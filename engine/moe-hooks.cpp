@@ -702,7 +702,7 @@ static void find_experts(moe_stream & moe, const llama_model_loader & ml, const 
 }
 
 static std::string fingerprint_of(const moe_stream & moe, const std::string & arch, const std::vector<moe::open_file> & files);
-static std::vector<moe::open_file> open_files(const llama_model_loader & ml);
+static std::vector<moe::open_file> descriptors_of(const llama_model_loader & ml);
 
 // the map must be the model's
 static void read_map(moe_stream & moe, const llama_model_loader & ml) {
@@ -715,7 +715,8 @@ static void read_map(moe_stream & moe, const llama_model_loader & ml) {
     } catch (const std::exception & e) {
         throw std::runtime_error(format("--moe-map %s", e.what()));
     }
-    const std::string ours = fingerprint_of(moe, ml.arch_name, open_files(ml));
+    const std::string ours = fingerprint_of(moe, ml.arch_name, descriptors_of(ml));
+    moe.report.fingerprint = ours;
     if (moe.map->fingerprint != ours) {
         throw std::runtime_error(format("--moe-map %s: this is a map of another model, '%s' (%s), not of the one to load (%s); %s", moe.files.map,
                 moe::printable(moe.map->model_name).c_str(), moe::printable(moe.map->fingerprint).c_str(), ours.c_str(), hint));
@@ -1225,7 +1226,7 @@ static std::string base_name(const std::string & path) {
     return path.substr(path.find_last_of('/') + 1);
 }
 
-static std::vector<moe::open_file> open_files(const llama_model_loader & ml) {
+static std::vector<moe::open_file> descriptors_of(const llama_model_loader & ml) {
     std::vector<moe::open_file> files;
     for (const auto & file : ml.files) {
         files.push_back({ file->file_id(), path_of(*file) });
@@ -1341,7 +1342,7 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
         return;
     }
 
-    const std::vector<moe::open_file> files = open_files(ml);
+    const std::vector<moe::open_file> files = descriptors_of(ml);
     for (const moe::open_file & file : files) {
         moe->paths.push_back(file.name);
     }
@@ -1350,7 +1351,9 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     std::unique_ptr<moe::file_source> source;
     open_files(*moe, files, source);
     r.model           = base_name(files[0].name);
-    r.fingerprint     = fingerprint_of(*moe, ml.arch_name, files);
+    if (r.fingerprint.empty()) { // else it was known for the router map
+        r.fingerprint = fingerprint_of(*moe, ml.arch_name, files);
+    }
     r.n_slot          = moe->n_slot;
     r.slots_requested = moe->slots_wanted == MOE_SLOTS_ALL ? "all" : moe->slots_wanted == MOE_SLOTS_AUTO ? "auto" :
         moe->slots_wanted == MOE_SLOTS_MAP ? "map" : std::to_string(moe->slots_wanted);

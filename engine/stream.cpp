@@ -160,6 +160,15 @@ void stream::list_last(layer_state & l, const chosen_experts & chosen) {
     }
 }
 
+// the experts' own
+static void write_own_ids(const chosen_experts & chosen, int32_t * ids_out) {
+    for (int64_t t = 0; t < chosen.n_tokens; ++t) {
+        for (int64_t k = 0; k < chosen.n_used; ++k) {
+            *ids_out++ = chosen.at(t, k);
+        }
+    }
+}
+
 // ids of different rows, whatever is in them
 static void write_any_ids(const chosen_experts & chosen, int32_t n_row, int32_t * ids_out) {
     for (int64_t t = 0; t < chosen.n_tokens; ++t) {
@@ -285,15 +294,23 @@ void stream::begin_late(int32_t i_layer, bool staged) {
     late.staged  = staged;
 }
 
-// of a part of an expert into its slot, to scratch_transfers
-void stream::add_read(layer_state & l, size_t i_part, const placement & p) {
-    const expert_part & part = l.desc.parts[i_part];
-    uint8_t * dst = part.slots + p.slot * part.expert_bytes;
-    if (opt.poison) {
-        memset(dst, 0xff, part.expert_bytes);
+// what is missing, into its slots: all of one part, then all of the next
+void stream::read_pending(layer_state & l) {
+    scratch_transfers.clear();
+    for (size_t i = 0; i < l.desc.parts.size(); ++i) {
+        const expert_part & part = l.desc.parts[i];
+        for (const placement & p : l.pending) {
+            uint8_t * dst = part.slots + p.slot * part.expert_bytes;
+            if (opt.poison) {
+                memset(dst, 0xff, part.expert_bytes);
+            }
+            scratch_transfers.push_back({ p.slot, part.file, part.offset + p.expert * part.expert_bytes, part.expert_bytes, dst, nullptr,
+                part.convert, &l.landings[i * l.desc.n_slot + p.slot] });
+        }
     }
-    scratch_transfers.push_back({ p.slot, part.file, part.offset + p.expert * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert,
-        &l.landings[i_part * l.desc.n_slot + p.slot] });
+    if (!scratch_transfers.empty()) {
+        io->submit(l.group, scratch_transfers, urgency::demand);
+    }
 }
 
 void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool is_late) {
@@ -319,7 +336,6 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
     const uint64_t expert_bytes = l.desc.expert_bytes();
     uint64_t n_miss = 0;
     uint64_t n_evicted = 0;
-    scratch_transfers.clear();
     for (const placement & p : scratch_placed) {
         slot_by_expert[p.expert] = p.slot;
         if (!p.miss) {
@@ -329,14 +345,7 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
         n_evicted += p.evicted;
         l.pending.push_back(p);
     }
-    for (size_t i = 0; i < l.desc.parts.size(); ++i) {
-        for (const placement & p : l.pending) {
-            add_read(l, i, p);
-        }
-    }
-    if (n_miss > 0) {
-        io->submit(l.group, scratch_transfers, urgency::demand);
-    }
+    read_pending(l);
     if (n_miss > 0 && is_late) {
         for (const bool miss : { false, true }) {
             for (const placement & p : scratch_placed) {
@@ -440,19 +449,13 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
     l.stats->pins = l.pool.n_kept();
 
     // what is in slots, what is read into slots, and all others
-    scratch_transfers.clear();
     for (const placement & p : scratch_placed) {
         if (p.miss) {
             l.stats->evictions += p.evicted;
             l.pending.push_back(p);
         }
     }
-    for (size_t i = 0; i < l.desc.parts.size(); ++i) {
-        for (const placement & p : l.pending) {
-            add_read(l, i, p);
-        }
-    }
-    io->submit(l.group, scratch_transfers, urgency::demand);
+    read_pending(l);
 
     late.slots.clear();
     const auto take_from_slots = [&](int32_t e, int32_t slot) {
@@ -493,11 +496,7 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
     if (i_layer == 0) {
         stats_.tokens_prefill += chosen.n_tokens;
     }
-    for (int64_t t = 0; t < chosen.n_tokens; ++t) {
-        for (int64_t k = 0; k < chosen.n_used; ++k) {
-            *ids_out++ = chosen.at(t, k);
-        }
-    }
+    write_own_ids(chosen, ids_out);
 }
 
 void stream::settle_ring(layer_state & l) {
@@ -590,11 +589,7 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
         begin_late(i_layer, true);
     }
 
-    for (int64_t t = 0; t < chosen.n_tokens; ++t) {
-        for (int64_t k = 0; k < chosen.n_used; ++k) {
-            *ids_out++ = chosen.at(t, k);
-        }
-    }
+    write_own_ids(chosen, ids_out);
 }
 
 const uint8_t * stream::take(int32_t i_layer, bool staged, int32_t i_part, int32_t step, int32_t ith, int32_t n_thread) {

@@ -206,7 +206,7 @@ private:
     void settle_late();
     void settle_ring(layer_state & l);
     void begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out);
-    void add_read(layer_state & l, size_t i_part, const placement & p);
+    void read_pending(layer_state & l);
     landing & landing_of(half & h, size_t part, int32_t expert) { return h.landings[part * seen.size() + expert]; }
     void settle_slots(layer_state & l, layer_stats & waiting);
     void zero_slot(layer_state & l, int32_t slot);
