@@ -10,6 +10,8 @@
 //   moestream.policy      str   "lru", "lfu" or "heat" (default lru)
 //   moestream.staging     str   "auto", "full" or "ring" (default auto)
 //   moestream.overlap     bool  compute the shared FFN and with experts that are there while others are read (default true)
+//   moestream.ram         int   bytes of the RAM tier, MOE_RAM_AUTO; absent or 0: none
+//   moestream.prefetch    str   "auto", "on" or "off" (default auto)
 //   moestream.trace_limit int   MiB that the trace may have (default 1024)
 //   moestream.files       int   from moe_add_files(): paths, for which an override has too little room
 //   moestream.map_pin     int   experts a layer that never leave their slot, the most used of the router map (default 0)
@@ -28,6 +30,7 @@
 #define MOE_SLOTS_AUTO (-1)
 #define MOE_SLOTS_ALL  (-2)
 #define MOE_SLOTS_MAP  (-3) // what the router map says of each layer
+#define MOE_RAM_AUTO   (-1) // what memory is left beside everything else
 
 // the flags of every tool; value is what follows the flag. Throws std::invalid_argument naming value and choices.
 struct moe_flag {

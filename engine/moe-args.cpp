@@ -4,10 +4,12 @@
 #include "policy.h"
 #include "reader.h"
 
+#include <cctype>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 static llama_model_kv_override * find(std::vector<llama_model_kv_override> & overrides, const char * key) {
     for (auto & o : overrides) {
@@ -79,6 +81,34 @@ static int64_t parse_int(const char * flag, const std::string & value, int64_t m
         refuse(flag, value, wanted);
     }
     return n;
+}
+
+// bytes; as moestream/commands/map.py reads them
+static int64_t parse_size(const char * flag, const std::string & value) {
+    static const char * const wanted = "a size ('4GiB', say), 'auto' or 'none'";
+    static const std::pair<const char *, double> units[] = {
+        { "", 1 }, { "b", 1 },
+        { "kib", 1024.0 }, { "mib", 1048576.0 }, { "gib", 1073741824.0 }, { "tib", 1099511627776.0 },
+        { "kb", 1e3 }, { "mb", 1e6 }, { "gb", 1e9 }, { "tb", 1e12 },
+    };
+    size_t used = 0;
+    double n    = 0;
+    try {
+        n = std::stod(value, &used);
+    } catch (const std::exception &) {
+        refuse(flag, value, wanted);
+    }
+    const bool digits = value.find_first_not_of("0123456789.") >= used; // no sign, no exponent, no infinity
+    std::string unit = value.substr(used + (used < value.size() && value[used] == ' '));
+    for (char & c : unit) {
+        c = (char) std::tolower((unsigned char) c);
+    }
+    for (const auto & [name, bytes] : units) {
+        if (digits && unit == name && n * bytes >= 1 && n * bytes < 9e18) {
+            return (int64_t) (n * bytes);
+        }
+    }
+    refuse(flag, value, wanted);
 }
 
 const std::vector<moe_flag> & moe_flags() {
@@ -159,6 +189,26 @@ const std::vector<moe_flag> & moe_flags() {
                     refuse("--moe-staging", value, "'auto', 'full' or 'ring'");
                 }
                 set_str(overrides, "moestream.staging", value);
+            },
+        },
+        {
+            "--moe-ram", "SIZE|auto|none",
+            "memory below the slots, for experts of all layers that lost their slot: 4GiB, say; auto: what is left (default: none)",
+            "LLAMA_ARG_MOE_RAM",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                set_int(overrides, "moestream.ram", value == "auto" ? MOE_RAM_AUTO : value == "none" ? 0 : parse_size("--moe-ram", value));
+            },
+        },
+        {
+            "--moe-prefetch", "auto|on|off",
+            "read experts ahead that the next layer will probably choose, by its router, while nothing else is to be read; auto: when graphs turn\n"
+            "out to be faster with it (default: auto)",
+            "LLAMA_ARG_MOE_PREFETCH",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                if (value != "auto" && value != "on" && value != "off") {
+                    refuse("--moe-prefetch", value, "'auto', 'on' or 'off'");
+                }
+                set_str(overrides, "moestream.prefetch", value);
             },
         },
         {

@@ -6,6 +6,8 @@
 #include "header-check.h"
 #include "io-probe.h"
 #include "moe-gate.h"
+#include "ram-tier.h"
+#include "router-guess.h"
 #include "router-map.h"
 #include "stream.h"
 #include "uring.h"
@@ -232,6 +234,8 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     moe::policy_kind policy       = moe::policy_kind::lru;
     bool             overlap      = true;
     staging_kind     staging_wanted = staging_kind::automatic;
+    int64_t          ram_wanted   = 0; // bytes, or MOE_RAM_AUTO
+    moe::prefetch_kind prefetch   = moe::prefetch_kind::automatic;
     bool             extra_bufts  = true; // upstream's --repack
     moe_files        files        = { sizeof(moe_files), nullptr, nullptr };
     uint64_t         trace_limit  = 1024ull << 20; // bytes
@@ -244,26 +248,35 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     std::vector<block_identity> identity;               // of the file, also of blocks that the model does not use
     int32_t      n_slot       = 0; // of the layer with the most
     std::map<int32_t, int32_t> n_slot_of; // by block number, with slots "map"
-    int32_t      n_used_max   = 0; // experts that a token uses, in the layer with the most
+    std::map<int32_t, int32_t> n_used_of; // experts that a token uses, by block number
+    int32_t      n_used_max   = 0; // in the layer with the most
     uint64_t     expert_bytes = 0; // of all experts in the files
     uint64_t     dense_bytes  = 0; // of everything else
     uint64_t     half_bytes   = 0; // of one half of the staging buffer
     uint64_t     ring_bytes   = 0; // of an entry of the ring
     int32_t      n_ring       = 0; // entries of the ring, in place of halves; 0: halves
+    uint64_t     ram_budget   = 0; // of the RAM tier
+    uint64_t     guess_bytes  = 0; // of an entry for guesses
+    int32_t      n_guess      = 0; // entries
     moe::memory_now memory;
     bool         maps_dense = false;
     bool         unlike_stock = false; // stock would take kernels that streamed experts cannot
     ggml_backend_buffer_ptr repack_view; // of the pool's memory
 
     ggml_tensor *    staging = nullptr;
+    ggml_tensor *    ram     = nullptr; // the RAM tier's slabs
+    ggml_tensor *    guesses = nullptr; // entries for experts that are guessed
     ggml_context_ptr ctx_staging; // the twins' tensor structs
 
+    std::unordered_map<std::string, const ggml_tensor *>   routers; // and what goes with them, by name
     std::vector<layer_shape>                               shapes; // by layer index, as the stream counts them
     std::unordered_map<const ggml_tensor *, int32_t>       i_layer_of;
     std::unordered_map<const ggml_tensor *, ggml_tensor *> staging_of;
     std::unordered_map<const ggml_tensor *, part_gate>     gates; // by pool tensor or twin
     std::vector<std::vector<part_gate *>>                  layer_gates; // by 2 * layer index + staged
 
+    std::once_flag                     set_up_once;
+    std::unique_ptr<moe::router_guess> next_router; // null: nothing is guessed
     std::unique_ptr<moe::trace_writer> trace; // null: nothing is recorded
     std::unique_ptr<moe::stream> stream; // null in the memory-fit pass
     std::atomic<int>             n_dry { 0 }; // moe_dry_run objects alive
@@ -271,6 +284,9 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     std::mutex                   report_mutex; // guards the following
     moe::stream_report           report;
     std::string                  error; // of the last graph
+
+    // what is refused, or left out, without slots to fill
+    bool guesses_possible() const { return prefetch != moe::prefetch_kind::off && overlap; }
 
     uint64_t staging_bytes() const {
         return n_ring > 0 ? n_ring * ring_bytes + tensor_pad : 2 * half_bytes;
@@ -596,6 +612,22 @@ static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
         }
         moe.staging_wanted = value == "full" ? staging_kind::full : value == "ring" ? staging_kind::ring : staging_kind::automatic;
     }
+    if (const auto * o = setting(ml, "moestream.ram", LLAMA_KV_OVERRIDE_TYPE_INT)) {
+        if (o->val_i64 < MOE_RAM_AUTO) {
+            throw std::runtime_error(format("--moe-ram %lld: expected a number of bytes, auto or none", (long long) o->val_i64));
+        }
+        moe.ram_wanted = o->val_i64;
+    }
+    if (const auto * o = setting(ml, "moestream.prefetch", LLAMA_KV_OVERRIDE_TYPE_STR)) {
+        const std::string value = o->val_str;
+        if (value != "auto" && value != "on" && value != "off") {
+            throw std::runtime_error(format("--moe-prefetch '%s': expected auto, on or off", o->val_str));
+        }
+        moe.prefetch = value == "auto" ? moe::prefetch_kind::automatic : value == "on" ? moe::prefetch_kind::on : moe::prefetch_kind::off;
+    }
+    if (moe.prefetch == moe::prefetch_kind::on && !moe.overlap) {
+        throw std::runtime_error("--moe-prefetch on cannot be combined with --moe-overlap off: matmuls wait for what was guessed; hint: leave out one of them");
+    }
     if (moe.staging_wanted == staging_kind::ring && !moe.overlap) {
         throw std::runtime_error("--moe-staging ring cannot be combined with --moe-overlap off: matmuls wait for what passes through the ring; hint: leave out one of them");
     }
@@ -695,7 +727,8 @@ static void find_experts(moe_stream & moe, const llama_model_loader & ml, const 
                 b.router_bytes  = ggml_nbytes(w->tensor);
             }
             moe.identity.push_back(b);
-            moe.n_used_max = std::max(moe.n_used_max, (int32_t) hparams.n_expert_used(il));
+            moe.n_used_of[il] = (int32_t) hparams.n_expert_used(il);
+            moe.n_used_max    = std::max(moe.n_used_max, moe.n_used_of[il]);
         }
     }
     moe.dense_bytes = ml.n_bytes - moe.expert_bytes;
@@ -794,6 +827,24 @@ static void lay_out_ring(moe_stream & moe) {
     moe.n_ring = (int32_t) std::clamp<uint64_t>((64ull << 20) / moe.ring_bytes, 8, 64);
 }
 
+// of an expert in a slab, or in an entry for guesses
+static uint64_t slab_bytes(const std::vector<file_tensor> & tensors) {
+    uint64_t n = 0;
+    for (const file_tensor & t : tensors) {
+        n += align_up(t.expert_bytes, moe::ram_tier::alignment);
+    }
+    return n;
+}
+
+// those of a layer that are wanted, those of the layer before that are still copied to slots, and some that were wrong
+static void lay_out_guesses(moe_stream & moe) {
+    moe.guess_bytes = 0;
+    for (const auto & [il, tensors] : moe.layers) {
+        moe.guess_bytes = std::max(moe.guess_bytes, slab_bytes(tensors));
+    }
+    moe.n_guess = moe.guesses_possible() ? 3 * moe.n_used_max : 0;
+}
+
 // what slots "auto" is told of the context to come
 struct context_plan {
     int64_t   n_ctx;
@@ -888,14 +939,15 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
 
     // The memory-fit pass and the real load must decide alike, whatever became of free memory in between.
     struct decision {
-        int32_t n_slot;
-        bool    ring;
+        int32_t  n_slot;
+        bool     ring;
+        uint64_t ram_bytes;
     };
-    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, uint64_t, staging_kind>;
+    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, uint64_t, staging_kind, int64_t, int32_t>;
     static std::mutex mutex;
     static std::map<key, decision> decided;
     std::lock_guard<std::mutex> lock(mutex);
-    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch, wanted, map_bytes, moe.staging_wanted };
+    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch, wanted, map_bytes, moe.staging_wanted, moe.ram_wanted, moe.n_guess };
     auto it = decided.find(this_one);
     if (it == decided.end()) {
         moe::slot_budget b;
@@ -918,8 +970,19 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         if (d.ring) {
             b.staging_bytes = moe.staging_bytes();
         }
+        const uint64_t entries = moe.n_guess * moe.guess_bytes;
         if (moe.slots_wanted == MOE_SLOTS_AUTO) {
             d.n_slot = moe::slots_that_fit(b);
+            if (d.n_slot < n_expert_max) { // then there is something to keep below the slots, and to guess
+                b.resident_bytes += entries + std::max<int64_t>(moe.ram_wanted, 0);
+                d.n_slot = moe::slots_that_fit(b);
+            }
+        }
+        d.ram_bytes = std::max<int64_t>(moe.ram_wanted, 0);
+        if (moe.ram_wanted == MOE_RAM_AUTO) {
+            const uint64_t taken = b.resident_bytes + b.staging_bytes + (map_bytes > 0 ? map_bytes : d.n_slot * slot_bytes)
+                + (moe.slots_wanted == MOE_SLOTS_AUTO ? 0 : entries);
+            d.ram_bytes = b.available_bytes - std::min(b.available_bytes, taken);
         }
         if (d.n_slot < n_used_max) {
             const auto mib = [](uint64_t n) { return n / 1048576.0; };
@@ -930,7 +993,8 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         }
         it = decided.emplace(this_one, d).first;
     }
-    moe.n_slot = it->second.n_slot;
+    moe.n_slot     = it->second.n_slot;
+    moe.ram_budget = it->second.ram_bytes;
     if (!it->second.ring) {
         moe.n_ring = 0;
     }
@@ -944,7 +1008,7 @@ std::shared_ptr<moe_stream> moe_load_begin(
         static const std::pair<const char *, const char *> needs_slots[] = {
             { "moestream.io_threads", "--moe-io-threads" }, { "moestream.io", "--moe-io" },
             { "moestream.io_backend", "--moe-io-backend" }, { "moestream.policy", "--moe-policy" }, { "moestream.overlap", "--moe-overlap" },
-            { "moestream.staging", "--moe-staging" }, { "moestream.trace_limit", "--moe-trace-limit" },
+            { "moestream.staging", "--moe-staging" }, { "moestream.ram", "--moe-ram" }, { "moestream.prefetch", "--moe-prefetch" }, { "moestream.trace_limit", "--moe-trace-limit" },
             { "moestream.map_pin", "--moe-map-pin" }, { "moestream.warm", "--moe-warm" },
         };
         for (const auto & [key, flag] : needs_slots) {
@@ -979,6 +1043,7 @@ std::shared_ptr<moe_stream> moe_load_begin(
     read_map(*moe, ml);
     lay_out_staging(*moe);
     lay_out_ring(*moe);
+    lay_out_guesses(*moe);
     moe->memory = moe::available_memory();
     decide_slots(*moe, ml, hparams);
     check_pins(*moe, hparams);
@@ -1018,6 +1083,11 @@ ggml_backend_buffer_type_t moe_load_tensor(
     return nullptr;
 }
 
+// of a layer: what guesses are made with
+static const char * const router_tensors[] = {
+    "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias",
+};
+
 void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
     if (!moe) {
         return;
@@ -1044,7 +1114,34 @@ void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
         moe->staging = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, moe->staging_bytes());
         ggml_set_name(moe->staging, "moe_staging");
     } else {
-        moe->n_ring = 0;
+        moe->n_ring     = 0;
+        moe->ram_budget = 0;
+        moe->n_guess    = 0;
+    }
+    if (moe->ram_budget > 0) {
+        std::vector<moe::ram_tier::layer_size> sizes;
+        for (const auto & [il, tensors] : moe->layers) {
+            sizes.push_back({ slab_bytes(tensors), (int32_t) tensors[0].n_expert, (int32_t) tensors[0].pool->ne[2] });
+        }
+        const uint64_t bytes = moe::ram_tier(sizes, moe->ram_budget).bytes();
+        if (bytes > 0) { // else not even one expert has room
+            moe->ram = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, bytes + tensor_pad);
+            ggml_set_name(moe->ram, "moe_ram");
+        }
+    }
+    for (const auto & [il, tensors] : moe->layers) { // while the contexts are the loader's
+        for (const char * name : router_tensors) {
+            for (const auto & [key, ctx_weights] : ml.ctx_map) {
+                const std::string full = format("blk.%d.%s", il, name);
+                if (ggml_tensor * t = ggml_get_tensor(ctx_weights.get(), full.c_str())) {
+                    moe->routers[full] = t;
+                }
+            }
+        }
+    }
+    if (moe->n_guess > 0) {
+        moe->guesses = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, moe->n_guess * moe->guess_bytes + tensor_pad);
+        ggml_set_name(moe->guesses, "moe_guesses");
     }
 }
 
@@ -1130,6 +1227,9 @@ static void open_files(moe_stream & moe, const std::vector<moe::open_file> & fil
     }
     // through the page cache only if it can hold the experts beside everything else
     uint64_t need = moe.expert_bytes + moe.dense_bytes + (moe.staging ? moe.staging_bytes() : 0);
+    for (const ggml_tensor * t : { moe.ram, moe.guesses }) {
+        need += t ? ggml_nbytes(t) : 0;
+    }
     for (const auto & [il, tensors] : moe.layers) {
         for (const file_tensor & t : tensors) {
             need += ggml_nbytes(t.pool);
@@ -1292,6 +1392,61 @@ static void open_trace(moe_stream & moe, const llama_model_loader & ml, const st
     begun.insert(moe.files.trace);
 }
 
+// a weight that may be read where it is
+static const ggml_tensor * find_plain(const moe_stream & moe, const std::string & name) {
+    const auto it = moe.routers.find(name);
+    const ggml_tensor * t = it == moe.routers.end() ? nullptr : it->second;
+    return t && t->data && t->buffer && ggml_backend_buffer_is_host(t->buffer) && !is_repack(ggml_backend_buffer_get_type(t->buffer)) ? t : nullptr;
+}
+
+// [n] floats that are there, else null
+static const float * find_floats(const moe_stream & moe, const std::string & name, int64_t n) {
+    const ggml_tensor * t = find_plain(moe, name);
+    return t && t->type == GGML_TYPE_F32 && ggml_nelements(t) == n ? (const float *) t->data : nullptr;
+}
+
+// the router of a layer that streams, for guesses in the layer before it
+static moe::router_weights find_router(const moe_stream & moe, int32_t il) {
+    moe::router_weights r;
+    const ggml_tensor * t = find_plain(moe, format("blk.%d.ffn_gate_inp.weight", il));
+    const auto n_expert = moe.layers.at(il)[0].n_expert;
+    if (!t || t->ne[1] != n_expert || ggml_n_dims(t) > 2 || (t->type != GGML_TYPE_F32 && !ggml_get_type_traits(t->type)->to_float)) {
+        return r;
+    }
+    r.rows        = (const uint8_t *) t->data;
+    r.row_bytes   = t->nb[1];
+    r.n_embd      = t->ne[0];
+    r.n_expert    = (int32_t) n_expert;
+    r.n_used      = moe.n_used_of.at(il);
+    r.to_float    = t->type == GGML_TYPE_F32 ? nullptr : ggml_get_type_traits(t->type)->to_float;
+    r.block_size  = ggml_blck_size(t->type);
+    r.block_bytes = ggml_type_size(t->type);
+    r.bias        = find_floats(moe, format("blk.%d.ffn_gate_inp.bias", il), n_expert);
+    r.choice_bias = find_floats(moe, format("blk.%d.exp_probs_b.bias", il), n_expert);
+    return r;
+}
+
+// when the first graph is built: only then are the weights loaded
+static void set_up_guesses(moe_stream & moe) {
+    std::lock_guard<std::mutex> lock(moe.report_mutex);
+    std::string & why = moe.report.prefetch_reason;
+    why = moe.prefetch == moe::prefetch_kind::off ? "as asked" : !moe.overlap ? "--moe-overlap off" : moe.n_guess == 0 ? "every expert has a slot" : "";
+    if (!why.empty()) {
+        return;
+    }
+    std::vector<moe::router_weights> routers(1); // nobody guesses the first layer
+    int32_t n_known = 0;
+    for (auto it = moe.layers.begin(); std::next(it) != moe.layers.end(); ++it) {
+        routers.push_back(find_router(moe, std::next(it)->first));
+        n_known += routers.back().rows != nullptr;
+    }
+    if (n_known == 0) {
+        why = "the model has no routers of the usual name, or only one layer of experts";
+        return;
+    }
+    moe.next_router = std::make_unique<moe::router_guess>(std::move(routers));
+}
+
 void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<const ggml_tensor *, ggml_prec> & prec) {
     if (!moe) {
         return;
@@ -1362,6 +1517,8 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     r.map_pin         = moe->map_pin;
     r.warm            = moe->warm_s < 0 ? "off" : moe->warm_s == 0 ? "background" : std::to_string(moe->warm_s) + " s";
     r.overlap         = moe->overlap;
+    r.ram_requested   = moe->ram_wanted == MOE_RAM_AUTO ? "auto" : moe->ram_wanted == 0 ? "none" : std::to_string(moe->ram_wanted);
+    r.prefetch        = moe->prefetch == moe::prefetch_kind::automatic ? "auto" : moe->prefetch == moe::prefetch_kind::on ? "on" : "off";
     r.placement       = "cpu";
     size_t n_repacked = 0;
     for (const auto & [il, tensors] : moe->layers) {
@@ -1388,6 +1545,14 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     opt.half_bytes = moe->half_bytes;
     opt.n_ring     = moe->n_ring;
     opt.ring_bytes = moe->ring_bytes;
+    opt.ram        = moe->ram ? (uint8_t *) moe->ram->data : nullptr;
+    opt.ram_bytes  = moe->ram_budget;
+    if (moe->guesses) {
+        opt.guesses     = (uint8_t *) moe->guesses->data;
+        opt.guess_bytes = moe->guess_bytes;
+        opt.n_guess     = moe->n_guess;
+        opt.prefetch    = moe->prefetch;
+    }
     if (moe->files.trace) {
         open_trace(*moe, ml, descs);
         opt.trace = moe->trace.get();
@@ -1473,6 +1638,8 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
         }
         r.memory.staging_bytes = moe->staging ? moe->staging_bytes() : 0;
         r.staging = !moe->staging ? "none" : moe->n_ring > 0 ? format("ring of %d", moe->n_ring) : "full width";
+        r.memory.ram_bytes     = moe->ram ? ggml_nbytes(moe->ram) : 0;
+        r.memory.guess_bytes   = moe->guesses ? ggml_nbytes(moe->guesses) : 0;
         r.memory.bounce_bytes  = moe->stream->bounce_bytes();
         // a mapped range spans the experts between dense weights, which are not mapped any more
         r.memory.dense_bytes   = moe->maps_dense ? moe->dense_bytes : dense;
@@ -1491,12 +1658,16 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
         if (moe->map || moe->warm_s >= 0) {
             LLAMA_LOG_WARN("moestream: router map: %s, %d experts a layer pinned; warm: %s\n", moe->map ? r.map.c_str() : "none", r.map_pin, r.warm.c_str());
         }
+        if (r.ram_requested != "none" || r.prefetch != "auto" || r.prefetch_reason.empty()) {
+            LLAMA_LOG_WARN("moestream: RAM tier: %s, %.1f MiB; prefetch: %s%s%s\n", r.ram_requested.c_str(), mib(r.memory.ram_bytes), r.prefetch.c_str(),
+                    r.prefetch_reason.empty() ? "" : ", nothing is guessed: ", r.prefetch_reason.c_str());
+        }
         LLAMA_LOG_WARN("moestream: kernels: experts %s, dense weights %s; same bits as %s\n", r.kernels_expert.c_str(), r.kernels_dense.c_str(),
                 r.same_bits_as.c_str());
     }
     const moe::memory_report & m = r.memory;
-    LLAMA_LOG_WARN("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f (%s) + read buffers %.1f + KV %.1f + compute %.1f\n",
-            mib(m.total()), mib(m.dense_bytes), mib(m.pool_bytes), mib(m.staging_bytes), r.staging.c_str(), mib(m.bounce_bytes), mib(m.kv_bytes), mib(m.compute_bytes));
+    LLAMA_LOG_WARN("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f (%s) + RAM tier %.1f + guesses %.1f + read buffers %.1f + KV %.1f + compute %.1f\n",
+            mib(m.total()), mib(m.dense_bytes), mib(m.pool_bytes), mib(m.staging_bytes), r.staging.c_str(), mib(m.ram_bytes), mib(m.guess_bytes), mib(m.bounce_bytes), mib(m.kv_bytes), mib(m.compute_bytes));
     try {
         check_memory(*moe);
     } catch (const std::exception &) {
@@ -1522,6 +1693,7 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
 
 // op_params of our nodes, behind the function, the thread count and the pointer that ggml_custom_4d puts there
 enum { PARAM_LAYER = 12, PARAM_STAGED = 13, PARAM_READ_NEXT = 14, PARAM_LATE = 15 };
+enum { PARAM_GUESS = PARAM_READ_NEXT }; // of a join: the next layer begins late, in slots
 
 // order: empty when there is nothing to wait for
 static void set_order(moe_stream & moe, int32_t i_layer, bool staged, const std::vector<int32_t> & order) {
@@ -1583,14 +1755,31 @@ static void op_begin(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
     }
 }
 
-static void op_join(ggml_tensor * dst, int ith, int /*nth*/, void * userdata) {
-    if (((moe_stream *) userdata)->n_dry > 0 || dst->op_params[PARAM_LATE]) {
+// what the next layer will probably want is read ahead, by whichever thread has scored the last of its experts
+static void guess_next(moe_stream & moe, const ggml_tensor * join, int ith, int nth) {
+    const ggml_tensor * state = join->src[1];
+    const int32_t i_next = join->op_params[PARAM_LAYER] + 1;
+    if (ith == 0) {
+        moe.stream->note_guess_place(state->ne[1]);
+    }
+    if (moe.stream->wants_guesses() && moe.next_router->score(i_next, (const float *) state->data, state->nb[1], state->ne[1], ith, nth)) {
+        const std::vector<int32_t> & best = moe.next_router->best();
+        moe.stream->guess(i_next, best.data(), (int32_t) best.size());
+    }
+}
+
+static void op_join(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    moe_stream & moe = *(moe_stream *) userdata;
+    if (moe.n_dry > 0 || dst->op_params[PARAM_LATE]) {
         if (ith == 0) {
             memcpy(dst->data, dst->src[0]->data, ggml_nbytes(dst));
         }
+        if (moe.n_dry == 0 && dst->op_params[PARAM_GUESS]) {
+            guess_next(moe, dst, ith, nth);
+        }
         return;
     }
-    moe::stream & s = *((moe_stream *) userdata)->stream;
+    moe::stream & s = *moe.stream;
     const int32_t i_layer = dst->op_params[PARAM_LAYER];
     const bool    staged  = dst->op_params[PARAM_STAGED] != 0;
     s.wait(i_layer, staged, ith == 0); // all threads sleep here, so that readers have the cores
@@ -1609,7 +1798,14 @@ static bool is_staged(const moe_stream * moe, int32_t i_layer, const ggml_tensor
     return !moe::fits_slots(s.n_expert, s.n_free_slot, ids->ne[0], ids->ne[1]);
 }
 
-ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * selected, ggml_tensor * down_exps) {
+// the state is one that the next layer's router can score
+static bool can_guess(const moe_stream & moe, int32_t i_layer, const ggml_tensor * state) {
+    return moe.next_router && moe.next_router->knows(i_layer + 1) && moe.next_router->n_embd(i_layer + 1) == state->ne[0] &&
+        state->type == GGML_TYPE_F32 && ggml_n_dims(state) <= 2 && state->nb[0] == sizeof(float);
+}
+
+ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * selected, ggml_tensor * down_exps,
+        ggml_tensor * state) {
     if (!moe) {
         return selected;
     }
@@ -1617,12 +1813,15 @@ ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * 
     if (it == moe->i_layer_of.end()) {
         return selected;
     }
+    std::call_once(moe->set_up_once, [moe] { set_up_guesses(*moe); });
     const int32_t i_layer = it->second;
     const int32_t staged = is_staged(moe, i_layer, selected);
 
     ggml_tensor * begin = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, &selected, 1, op_begin, 1, moe);
     ggml_format_name(begin, "moe_begin-%d", i_layer);
-    ggml_tensor * join = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, &begin, 1, op_join, GGML_N_TASKS_MAX, moe);
+    ggml_tensor * join_args[] = { begin, state };
+    const int n_join_args = !staged && can_guess(*moe, i_layer, state) ? 2 : 1;
+    ggml_tensor * join = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, join_args, n_join_args, op_join, GGML_N_TASKS_MAX, moe);
     ggml_format_name(join, "moe_join-%d", i_layer);
     for (ggml_tensor * t : { begin, join }) {
         t->op_params[PARAM_LAYER]  = i_layer;
@@ -1691,6 +1890,48 @@ static void move_shared_ffn(ggml_tensor ** nodes, int i_join, int n_nodes) {
     std::stable_partition(nodes + i_join, nodes + i_end, [&](const ggml_tensor * t) { return independent.count(t) > 0; });
 }
 
+// what computes a value from its sources and does nothing else
+static bool is_pure(const ggml_tensor * t) {
+    switch (t->op) {
+        case GGML_OP_ADD: case GGML_OP_ADD_ID: case GGML_OP_MUL: case GGML_OP_DIV: case GGML_OP_SUM_ROWS: case GGML_OP_SCALE: case GGML_OP_CLAMP:
+        case GGML_OP_UNARY: case GGML_OP_SOFT_MAX: case GGML_OP_NORM: case GGML_OP_RMS_NORM: case GGML_OP_CONCAT: case GGML_OP_CONT:
+        case GGML_OP_MUL_MAT: case GGML_OP_ARGSORT: case GGML_OP_TOP_K: case GGML_OP_GET_ROWS: case GGML_OP_REPEAT:
+        case GGML_OP_VIEW: case GGML_OP_RESHAPE: case GGML_OP_PERMUTE: case GGML_OP_TRANSPOSE:
+            return true;
+        default:
+            return false;
+    }
+}
+
+// Some routers see what is known before the attention of their layer: the layer's input, or the tokens. Their begin, and what it needs,
+// move to the front, behind the experts of the layer before, so that the reads overlap with the attention. Nothing moves that reads
+// memory which other nodes may write: a view of anything but a node is taken for a cache.
+static void move_begin(ggml_tensor ** nodes, int i_first, int i_begin) {
+    std::unordered_map<const ggml_tensor *, int> place;
+    for (int i = i_first; i <= i_begin; ++i) {
+        place[nodes[i]] = i;
+    }
+    std::unordered_set<const ggml_tensor *> needed = { nodes[i_begin] };
+    for (int i = i_begin; i >= i_first; --i) { // sources stand in front
+        const ggml_tensor * t = nodes[i];
+        if (!needed.count(t)) {
+            continue;
+        }
+        if (i != i_begin && (!is_pure(t) || (t->view_src && t->view_src->op == GGML_OP_NONE))) {
+            return;
+        }
+        for (const ggml_tensor * src : t->src) {
+            if (place.count(src)) {
+                needed.insert(src);
+            }
+        }
+        if (place.count(t->view_src)) {
+            needed.insert(t->view_src);
+        }
+    }
+    std::stable_partition(nodes + i_first, nodes + i_begin + 1, [&](const ggml_tensor * t) { return needed.count(t) > 0; });
+}
+
 // Where every expert matmul of a layer can wait for its own bytes, nobody waits for all of them in the join.
 static void let_matmuls_wait(moe_stream & moe, ggml_tensor ** nodes, int n_nodes) {
     std::unordered_map<const ggml_tensor *, std::vector<ggml_tensor *>> matmuls; // by join
@@ -1731,9 +1972,17 @@ void moe_graph_finish(moe_stream * moe, ggml_cgraph * gf) {
     }
 
     ggml_tensor * last_begin = nullptr;
+    ggml_tensor * last_join  = nullptr;
+    int i_behind = 0; // the experts of the layer before
     for (int i = 0; i < n_nodes; ++i) {
         ggml_tensor * t = nodes[i];
+        if (t->op == GGML_OP_MUL_MAT_ID) {
+            i_behind = i + 1;
+        }
         if (is_node(t, op_begin)) {
+            if (moe->overlap) {
+                move_begin(nodes, i_behind, i); // nodes[i] may be another from here on
+            }
             if (last_begin) {
                 const int32_t i_layer = t->op_params[PARAM_LAYER];
                 last_begin->op_params[PARAM_READ_NEXT] =
@@ -1741,9 +1990,15 @@ void moe_graph_finish(moe_stream * moe, ggml_cgraph * gf) {
                     last_begin->op_params[PARAM_LAYER] + 1 == i_layer &&
                     moe::touches_nearly_all(moe->shapes[i_layer].n_expert, t->ne[0], t->ne[1]);
             }
+            if (last_join && last_join->src[1] && last_join->op_params[PARAM_LAYER] + 1 == t->op_params[PARAM_LAYER]) {
+                last_join->op_params[PARAM_GUESS] = last_join->op_params[PARAM_LATE] && t->op_params[PARAM_LATE] && !t->op_params[PARAM_STAGED];
+            }
             last_begin = t;
-        } else if (moe->overlap && is_node(t, op_join)) {
-            move_shared_ffn(nodes, i, n_nodes);
+        } else if (is_node(t, op_join)) {
+            last_join = t;
+            if (moe->overlap) {
+                move_shared_ffn(nodes, i, n_nodes);
+            }
         }
     }
 }

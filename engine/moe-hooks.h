@@ -76,8 +76,10 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
 void moe_context_created(const llama_model & model, llama_context * ctx);
 
 // The ids for the expert matmuls of one MoE FFN, in place of the router's: slot ids, or the same ids behind the wait for the
-// reads. Expands the start of the reads into gf. selected itself when down_exps is not streamed.
-ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * selected, ggml_tensor * down_exps);
+// reads. Expands the start of the reads into gf. selected itself when down_exps is not streamed. state: what the FFN, and mostly its
+// router, gets, [n_embd, n_tokens].
+ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * selected, ggml_tensor * down_exps,
+        ggml_tensor * state);
 
 // the most nodes that the hooks add to a graph
 uint32_t moe_graph_n_nodes(const moe_stream * moe);

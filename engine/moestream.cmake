@@ -8,12 +8,15 @@ set(MOESTREAM_SOURCES
     moe-files.cpp
     moe-hooks.cpp
     policy.cpp
+    ram-tier.cpp
+    router-guess.cpp
     reader.cpp
     router-map.cpp
     slot-pool.cpp
     stats.cpp
     stream.cpp
     trace.cpp
+    trial.cpp
     uring.cpp
 )
 list(TRANSFORM MOESTREAM_SOURCES PREPEND "${MOESTREAM_ENGINE_DIR}/")

@@ -375,7 +375,8 @@ void reader::submit(transfer_group & group, const std::vector<transfer> & transf
                 }
                 for (uint64_t pos = 0; pos < t.size; ) {
                     const uint64_t size = next_piece(t, pos);
-                    queue.push_back({ &group, { t.tag, t.file, t.offset + pos, size, (uint8_t *) t.dst + pos, nullptr, t.convert, t.lands } });
+                    queue.push_back({ &group, { t.tag, t.file, t.offset + pos, size, (uint8_t *) t.dst + pos, nullptr, t.convert, t.lands,
+                        t.save ? (uint8_t *) t.save + pos : nullptr } });
                     pos += size;
                 }
             }
@@ -425,6 +426,20 @@ void reader::promote(transfer_group & group) noexcept {
     queue_background.erase(std::remove_if(queue_background.begin(), queue_background.end(), is_of_group), queue_background.end());
 }
 
+uint64_t reader::cancel(transfer_group & group) noexcept {
+    uint64_t n_bytes = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto end = std::remove_if(queue_background.begin(), queue_background.end(), [&](const job & j) {
+        if (j.group == &group) {
+            n_bytes += j.part.size;
+            finish(j, "");
+        }
+        return j.group == &group;
+    });
+    queue_background.erase(end, queue_background.end());
+    return n_bytes;
+}
+
 // Moves work to the worker: no more than it can start, and no more than its share of what waits, so that all of them copy and convert.
 // False: it is time to go.
 bool reader::take(worker & w) {
@@ -447,6 +462,21 @@ bool reader::take(worker & w) {
     return true;
 }
 
+static void save(const transfer & t) {
+    if (t.save) {
+        memcpy(t.save, t.dst, t.size);
+    }
+}
+
+static void copy(const transfer & t) {
+    if (t.save && t.save == t.src) {
+        std::swap_ranges((uint8_t *) t.dst, (uint8_t *) t.dst + t.size, (uint8_t *) t.save);
+        return;
+    }
+    save(t);
+    memcpy(t.dst, t.src, t.size);
+}
+
 void reader::work(worker & w) {
     while (take(w)) {
         for (const job & j : w.taken) {
@@ -463,11 +493,18 @@ void reader::work(worker & w) {
             f.j           = j;
             f.pos         = j.part.offset;
             f.n_fruitless = 0;
+            const bool is_direct_to_dst = !j.part.convert && source->alignment() == 1;
+            if (is_direct_to_dst) {
+                save(j.part);
+            }
             start(w, id);
+            if (!is_direct_to_dst) {
+                save(j.part); // while it is read into the bounce buffer
+            }
         }
         for (const job & j : w.taken) {
             if (j.part.src) { // while the reads are under way
-                memcpy(j.part.dst, j.part.src, j.part.size);
+                copy(j.part);
                 finish(j, "");
             }
         }

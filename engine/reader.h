@@ -122,6 +122,8 @@ struct transfer {
     const void * src;    // copy from memory instead of reading; null: read
     const conversion * convert = nullptr; // of what is read; null: dst gets the bytes of the file
     landing * lands = nullptr; // told when the transfer is done; a failed one is, too, and leaves zeros
+    void    * save  = nullptr; // gets what dst held, before anything is written there; may be src: then both change places. Unless told
+                               // otherwise by the group, also when the read fails.
 };
 
 // The transfers that one waits for together. May be submitted to again once it is idle. Not movable.
@@ -180,6 +182,9 @@ public:
     ~reader();
 
     void submit(transfer_group & group, const std::vector<transfer> & transfers, urgency how) noexcept;
+
+    // takes back what nobody has begun of what the group has left in the background: as if it were done; the bytes of that
+    uint64_t cancel(transfer_group & group) noexcept;
 
     // somebody waits for the group now: what it has left in the background goes before all demand, in its order
     void promote(transfer_group & group) noexcept;

@@ -40,7 +40,7 @@ void slot_pool::acquire(const int32_t * experts, int32_t n, std::vector<placemen
         const int32_t e = experts[i];
         POOL_CHECK(e >= 0 && e < n_expert(), "expert %d of %d", e, n_expert());
         const int32_t slot = slot_of[e];
-        out[i] = { e, slot, slot < 0, false };
+        out[i] = { e, slot, slot < 0, false, -1 };
         if (slot >= 0) {
             POOL_CHECK(states[slot] == slot_state::ready, "slot %d is still being filled", slot);
             pin(slot);
@@ -64,6 +64,7 @@ void slot_pool::acquire(const int32_t * experts, int32_t n, std::vector<placemen
         const int32_t old = expert_in[p.slot];
         if (old >= 0) {
             p.evicted    = true;
+            p.victim     = old;
             slot_of[old] = -1;
         }
         pin(p.slot);

@@ -34,6 +34,7 @@ struct placement {
     int32_t slot;
     bool    miss;    // the bytes have to be read into the slot, then commit() or fail()
     bool    evicted; // another expert lost this slot for it
+    int32_t victim = -1; // that expert, whose bytes are still there; -1: the slot was empty, or nothing has to be read
 };
 
 class slot_pool {
@@ -61,6 +62,9 @@ public:
 
     // the slot of an expert that is ready, else -1; changes nothing
     int32_t peek(int32_t expert) const;
+
+    // whether it has a slot, ready or filling
+    bool has(int32_t expert) const { return slot_of[expert] >= 0; }
 
     int32_t    n_slot()   const { return (int32_t) expert_in.size(); }
     int32_t    n_expert() const { return (int32_t) slot_of.size(); }

@@ -9,6 +9,7 @@ namespace {
 struct counters {
     uint64_t hits = 0, misses = 0, evictions = 0, bytes_needed = 0, bytes_read = 0, bytes_copied = 0, stall_us = 0;
     uint64_t warm_filled = 0, warm_bytes = 0, pins = 0;
+    uint64_t ram_hits = 0, bytes_from_ram = 0, bytes_to_ram = 0, guesses = 0, guess_hits = 0, guess_wasted_bytes = 0;
 
     void add(const layer_stats & l) {
         hits         += l.hits;
@@ -21,12 +22,20 @@ struct counters {
         warm_filled  += l.warm_filled;
         warm_bytes   += l.warm_bytes;
         pins         += l.pins;
+        ram_hits           += l.ram_hits;
+        bytes_from_ram     += l.bytes_from_ram;
+        bytes_to_ram       += l.bytes_to_ram;
+        guesses            += l.guesses;
+        guess_hits         += l.guess_hits;
+        guess_wasted_bytes += l.guess_wasted_bytes;
     }
 
     void write(json_object & o) const {
         o.add("hits", hits).add("misses", misses).add("evictions", evictions).add("bytes_needed", bytes_needed)
             .add("bytes_read", bytes_read).add("bytes_copied", bytes_copied).add("stall_us", stall_us)
-            .add("warm_filled", warm_filled).add("warm_bytes", warm_bytes).add("pins", pins);
+            .add("warm_filled", warm_filled).add("warm_bytes", warm_bytes).add("pins", pins)
+            .add("ram_hits", ram_hits).add("bytes_from_ram", bytes_from_ram).add("bytes_to_ram", bytes_to_ram)
+            .add("guesses", guesses).add("guess_hits", guess_hits).add("guess_wasted_bytes", guess_wasted_bytes);
     }
 };
 
@@ -81,10 +90,13 @@ std::string stats_json(const stream_report & r, const stream_stats & s) {
             .raw("probe", json_object().add("note", r.io_probe_note).raw("rates", "[" + rates + "]").str()).str())
         .add("overlap", r.overlap)
         .add("staging", r.staging)
+        .add("ram_requested", r.ram_requested)
+        .raw("prefetch", json_object().add("requested", r.prefetch).add("on", s.prefetch_on.load()).add("reason", r.prefetch_reason).str())
         .add("placement", r.placement)
         .raw("kernels", json_object().add("experts", r.kernels_expert).add("dense", r.kernels_dense)
             .add("same_bits_as", r.same_bits_as).str())
         .raw("memory", json_object().add("pool_bytes", m.pool_bytes).add("staging_bytes", m.staging_bytes)
+            .add("ram_bytes", m.ram_bytes).add("guess_bytes", m.guess_bytes)
             .add("bounce_bytes", m.bounce_bytes).add("dense_bytes", m.dense_bytes).add("kv_bytes", m.kv_bytes)
             .add("compute_bytes", m.compute_bytes).add("total_bytes", m.total()).str())
         .raw("totals", totals.str())
@@ -120,6 +132,13 @@ std::string stats_prometheus(const stream_report & r, const stream_stats & s) {
     per_layer("warm_filled_total",      "Experts that got a slot before they were asked for.", &layer_stats::warm_filled);
     per_layer("warm_bytes_total",       "Bytes read for those.",                              &layer_stats::warm_bytes);
 
+    per_layer("ram_hits_total",         "Misses that the RAM tier had.",                      &layer_stats::ram_hits);
+    per_layer("bytes_from_ram_total",   "Bytes copied from the RAM tier.",                    &layer_stats::bytes_from_ram);
+    per_layer("bytes_to_ram_total",     "Bytes copied from slots to the RAM tier.",           &layer_stats::bytes_to_ram);
+    per_layer("guesses_total",          "Experts read because the layer before said that they would be wanted.", &layer_stats::guesses);
+    per_layer("guess_hits_total",       "Misses that had been guessed.",                      &layer_stats::guess_hits);
+    per_layer("guess_wasted_bytes_total", "Bytes read for wrong guesses.",                    &layer_stats::guess_wasted_bytes);
+
     header("pins", "gauge", "Slots whose expert never leaves.");
     for (const auto & l : s.layers) {
         line("pins{layer=\"" + std::to_string(l->layer) + "\"}", l->pins);
@@ -138,6 +157,8 @@ std::string stats_prometheus(const stream_report & r, const stream_stats & s) {
     const memory_report & m = r.memory;
     line("memory_bytes{use=\"pool\"}",    m.pool_bytes);
     line("memory_bytes{use=\"staging\"}", m.staging_bytes);
+    line("memory_bytes{use=\"ram\"}",     m.ram_bytes);
+    line("memory_bytes{use=\"guess\"}", m.guess_bytes);
     line("memory_bytes{use=\"bounce\"}",  m.bounce_bytes);
     line("memory_bytes{use=\"dense\"}",   m.dense_bytes);
     line("memory_bytes{use=\"kv\"}",      m.kv_bytes);

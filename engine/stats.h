@@ -26,18 +26,26 @@ struct layer_stats {
     std::atomic<uint64_t> stall_us     { 0 }; // time compute waited for experts
     std::atomic<uint64_t> warm_filled  { 0 }; // experts that got a slot before they were asked for
     std::atomic<uint64_t> warm_bytes   { 0 }; // read for those, failed ones included; not in bytes_read
+    std::atomic<uint64_t> ram_hits     { 0 }; // of the misses, those that the RAM tier had
+    std::atomic<uint64_t> bytes_from_ram { 0 }; // from the RAM tier to slots, staging or the ring
+    std::atomic<uint64_t> bytes_to_ram { 0 }; // from slots to the RAM tier
+    std::atomic<uint64_t> guesses      { 0 }; // experts that were read because the layer before said that they would be wanted
+    std::atomic<uint64_t> guess_hits   { 0 }; // of the misses, those that had been guessed; their bytes are in bytes_read
+    std::atomic<uint64_t> guess_wasted_bytes { 0 }; // read for guesses that were wrong; not in bytes_read
     std::atomic<uint64_t> pins         { 0 }; // slots whose expert never leaves; not a counter, but what is now
 };
 
 struct memory_report {
     uint64_t pool_bytes    = 0; // all slots
     uint64_t staging_bytes = 0;
+    uint64_t ram_bytes     = 0; // slabs of the RAM tier
+    uint64_t guess_bytes   = 0; // entries for experts that are guessed
     uint64_t bounce_bytes  = 0; // aligned buffers of direct reads
     uint64_t dense_bytes   = 0; // the weights that stay resident
     uint64_t kv_bytes      = 0;
     uint64_t compute_bytes = 0;
 
-    uint64_t total() const { return pool_bytes + staging_bytes + bounce_bytes + dense_bytes + kv_bytes + compute_bytes; }
+    uint64_t total() const { return pool_bytes + staging_bytes + ram_bytes + guess_bytes + bounce_bytes + dense_bytes + kv_bytes + compute_bytes; }
 };
 
 // what is in force; fixed after loading, but for memory, which the first context completes
@@ -68,6 +76,9 @@ struct stream_report {
     std::vector<probe_figure> io_probe;
     bool        overlap       = true;
     std::string staging;        // "full width", "ring of N", "none"
+    std::string ram_requested;  // as given: "none", "auto" or bytes
+    std::string prefetch;       // as given: "auto", "on" or "off"
+    std::string prefetch_reason; // why nothing is guessed, whatever was asked for; empty: it is possible
     std::string placement;      // where the expert matmuls run
     std::string kernels_expert; // "plain", "repacked", or "repacked and plain"
     std::string kernels_dense;
@@ -81,6 +92,7 @@ struct stream_stats {
     std::atomic<uint64_t> tokens_decode  { 0 }; // went through slots
     std::atomic<uint64_t> tokens_prefill { 0 }; // went through staging
     std::atomic<uint64_t> read_errors    { 0 };
+    std::atomic<bool>     prefetch_on    { false }; // now
 };
 
 std::string stats_json(const stream_report & report, const stream_stats & stats);

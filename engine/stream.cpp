@@ -13,18 +13,43 @@ static uint64_t now_us() {
     return (uint64_t) duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
+static uint64_t align_up(uint64_t n, uint64_t to) {
+    return (n + to - 1) / to * to;
+}
+
+// of an expert in a slab, or in an entry for guesses: each part aligned
+static uint64_t slab_bytes(const layer_desc & d) {
+    uint64_t n = 0;
+    for (const expert_part & part : d.parts) {
+        n += align_up(part.expert_bytes, ram_tier::alignment);
+    }
+    return n;
+}
+
+// where in it a part begins
+static uint64_t offset_in_slab(const layer_desc & d, size_t i_part) {
+    uint64_t n = 0;
+    for (size_t i = 0; i < i_part; ++i) {
+        n += align_up(d.parts[i].expert_bytes, ram_tier::alignment);
+    }
+    return n;
+}
+
 stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_ptr<reader> io_in)
     : opt(opt), io(std::move(io_in)) {
     int32_t n_expert_max = 0;
     size_t  n_part_max   = 0;
+    std::vector<ram_tier::layer_size> sizes;
     for (layer_desc & d : descs) {
-        auto l = std::make_unique<layer_state>(d, opt.policy);
+        auto l = std::make_unique<layer_state>(d, opt.policy, (int32_t) layers.size());
         auto s = std::make_unique<layer_stats>();
         s->layer    = d.layer;
         s->n_expert = d.n_expert;
         s->n_slot   = d.n_slot;
         l->stats    = s.get();
         l->pending.reserve(d.n_slot);
+        l->held.reserve(2 * d.n_slot);
+        sizes.push_back({ slab_bytes(d), d.n_expert, d.n_slot });
         l->last_experts.reserve(d.n_slot);
         l->checksums.resize(opt.check ? d.n_slot : 0);
         layers.push_back(std::move(l));
@@ -37,12 +62,23 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
     scratch_experts.reserve(n_expert_max);
     scratch_placed.reserve(n_expert_max);
     scratch_transfers.reserve(n_expert_max * n_part_max);
+    if (opt.ram) {
+        ram = std::make_unique<ram_tier>(sizes, opt.ram_bytes);
+        slab_sums.resize(opt.check ? ram->n_slab() : 0);
+        ring_held.reserve(n_expert_max);
+    }
+    for (int32_t i = 0; opt.guesses && i < opt.n_guess; ++i) {
+        guesses.push_back(std::make_unique<guess_entry>());
+        guesses.back()->landings = std::vector<landing>(n_part_max);
+    }
     for (half & h : halves) {
         h.filled.reserve(n_expert_max);
+        h.held.reserve(2 * n_expert_max);
         h.landings = std::vector<landing>(n_part_max * n_expert_max);
     }
     late.order.reserve(n_expert_max);
     late.slots.reserve(n_expert_max);
+    late.guesses.reserve(n_expert_max);
     if (opt.n_ring > 0 && opt.staging) {
         ring = std::make_unique<expert_ring>(*io, opt.staging, opt.ring_bytes, opt.n_ring, n_expert_max * n_part_max, opt.poison);
     }
@@ -63,6 +99,10 @@ stream::~stream() {
 void stream::compute_begin() {
     compute.lock();
     error.clear();
+    guessing     = !guesses.empty() && (opt.prefetch == prefetch_kind::on || (opt.prefetch == prefetch_kind::automatic && guess_trial.is_on()));
+    guess_tokens = 0;
+    begin_us     = now_us();
+    stats_.prefetch_on = guessing;
     std::lock_guard<std::mutex> lock(warm_mutex);
     is_computing = true;
 }
@@ -72,10 +112,12 @@ std::string stream::compute_end(bool complete) {
         settle_late();
     }
     late.i_layer = -1;
+    drop_guesses(-1);
     if (!complete || !error.empty()) {
         if (ring) {
             ring->end();
             ring->group().clear(); // the graph has failed anyway
+            release(ring_held);
         }
         // an aborted graph leaves layers between begin and join
         for (auto & l : layers) {
@@ -86,6 +128,9 @@ std::string stream::compute_end(bool complete) {
                 settle_half(h, *layers[h.i_layer]->stats);
             }
         }
+    }
+    if (complete && error.empty() && guess_tokens > 0 && opt.prefetch == prefetch_kind::automatic) {
+        guess_trial.note(now_us() - begin_us, guess_tokens);
     }
     const std::string result = std::move(error);
     {
@@ -179,17 +224,27 @@ static void write_any_ids(const chosen_experts & chosen, int32_t n_row, int32_t 
 }
 
 // FNV-1a (Fowler, Noll, Vo) over words of 8 bytes: to find accidents, not attacks
-static uint64_t slot_checksum(const layer_desc & d, int32_t slot) {
+template <typename F> static uint64_t checksum(const layer_desc & d, F && bytes_of) {
     uint64_t h = 0xcbf29ce484222325u;
-    for (const expert_part & part : d.parts) {
-        const uint8_t * bytes = part.slots + slot * part.expert_bytes;
-        for (uint64_t i = 0; i < part.expert_bytes; i += 8) {
+    for (size_t k = 0; k < d.parts.size(); ++k) {
+        const uint8_t * bytes = bytes_of(k);
+        for (uint64_t i = 0; i < d.parts[k].expert_bytes; i += 8) {
             uint64_t word = 0;
-            memcpy(&word, bytes + i, std::min<uint64_t>(8, part.expert_bytes - i));
+            memcpy(&word, bytes + i, std::min<uint64_t>(8, d.parts[k].expert_bytes - i));
             h = (h ^ word) * 0x100000001b3u;
         }
     }
     return h;
+}
+
+static uint64_t slot_checksum(const layer_desc & d, int32_t slot) {
+    return checksum(d, [&](size_t i) { return d.parts[i].slots + slot * d.parts[i].expert_bytes; });
+}
+
+void stream::note_changed(const char * what, const layer_state & l, int32_t number, int32_t expert) {
+    char text[200];
+    snprintf(text, sizeof(text), "layer %d: %s %d changed while it held expert %d", l.desc.layer, what, number, expert);
+    note_error(text, 0);
 }
 
 // A slot that changed while it held an expert is an error, and is given up, so that the expert is read again.
@@ -198,9 +253,7 @@ void stream::check_slot(layer_state & l, int32_t expert) {
     if (slot < 0 || slot_checksum(l.desc, slot) == l.checksums[slot]) {
         return;
     }
-    char what[200];
-    snprintf(what, sizeof(what), "layer %d: slot %d changed while it held expert %d", l.desc.layer, slot, expert);
-    note_error(what, 0);
+    note_changed("slot", l, slot, expert);
     l.pool.drop(slot);
     l.stats->pins = l.pool.n_kept();
 }
@@ -227,30 +280,55 @@ void stream::zero_slot(layer_state & l, int32_t slot) {
 
 // wait for the fills of the layer's slots and take them into the pool; a failed one leaves zeros and an empty slot
 void stream::settle_slots(layer_state & l, layer_stats & waiting) {
+    copy_guessed(l, waiting);
+    settle_fills(l, waiting);
+}
+
+// but for what is in an entry and not on its way to its slot
+void stream::settle_fills(layer_state & l, layer_stats & waiting) {
     wait_for(l.group, waiting);
     size_t n_failed = 0;
-    for (const placement & p : l.pending) {
-        if (l.group.has_failed(p.slot)) {
-            ++n_failed;
-            zero_slot(l, p.slot);
-            l.pool.fail(p.slot);
-        } else {
-            l.pool.commit(p.slot);
-            if (opt.check) {
-                l.checksums[p.slot] = slot_checksum(l.desc, p.slot);
+    size_t n_left   = 0;
+    for (const slot_fill & f : l.pending) {
+        const int32_t slot = f.at.slot;
+        if (f.i_guess >= 0 && !f.copying && !f.failed) {
+            l.pending[n_left++] = f;
+            continue;
+        }
+        if (f.failed || l.group.has_failed(slot)) {
+            n_failed += !f.copying && !f.failed; // a copy that nobody waits for is no loss; an entry's read was counted
+            zero_slot(l, slot);
+            l.pool.fail(slot);
+            if (f.saved >= 0) {
+                ram->forget(f.saved); // who knows how far it came
+            }
+            continue;
+        }
+        l.pool.commit(slot);
+        if (opt.check) {
+            l.checksums[slot] = slot_checksum(l.desc, slot);
+            if (f.source >= 0 && l.checksums[slot] != f.checksum) {
+                note_changed("slab", l, f.source, f.at.expert);
+                l.pool.drop(slot);
             }
         }
     }
-    l.pending.clear();
+    l.pending.resize(n_left);
+    if (n_left == 0) {
+        release(l.held);
+    }
     l.stats->pins = l.pool.n_kept();
     if (!l.group.ok()) {
-        note_error(l.group.error().c_str(), n_failed);
+        if (n_failed > 0) {
+            note_error(l.group.error().c_str(), n_failed);
+        }
         l.group.clear();
     }
 }
 
 void stream::settle_half(half & h, layer_stats & waiting) {
     wait_for(h.fill, waiting);
+    release(h.held);
     if (h.fill.ok()) {
         return;
     }
@@ -294,23 +372,106 @@ void stream::begin_late(int32_t i_layer, bool staged) {
     late.staged  = staged;
 }
 
-// what is missing, into its slots: all of one part, then all of the next
-void stream::read_pending(layer_state & l) {
+uint8_t * stream::in_slab(int32_t slab, const layer_desc & d, size_t i_part) const {
+    return opt.ram + ram->offset(slab) + offset_in_slab(d, i_part);
+}
+
+uint8_t * stream::in_entry(int32_t i_guess, const layer_desc & d, size_t i_part) const {
+    return opt.guesses + i_guess * opt.guess_bytes + offset_in_slab(d, i_part);
+}
+
+// the slab that has the expert's bytes; -1: none
+int32_t stream::find_slab(const layer_state & l, int32_t expert) const {
+    const int32_t slab = ram ? ram->find(l.index, expert) : -1;
+    return slab == l.warm_slab ? -1 : slab; // they may not be there yet
+}
+
+// likewise, held from now on
+int32_t stream::hold_slab(const layer_state & l, int32_t expert, std::vector<int32_t> & held) {
+    const int32_t slab = find_slab(l, expert);
+    if (slab >= 0) {
+        ram->hold(slab);
+        held.push_back(slab);
+    }
+    return slab;
+}
+
+void stream::release(std::vector<int32_t> & held) {
+    for (const int32_t slab : held) {
+        ram->release(slab);
+    }
+    held.clear();
+}
+
+void stream::add_transfer(layer_state & l, const slot_fill & f, const half * from, size_t i_part) {
+    const expert_part & part = l.desc.parts[i_part];
+    const int32_t slot = f.at.slot;
+    transfer t = { slot, part.file, part.offset + f.at.expert * part.expert_bytes, part.expert_bytes, part.slots + slot * part.expert_bytes, nullptr,
+        part.convert, &l.landings[i_part * l.desc.n_slot + slot] };
+    if (f.i_guess >= 0) {
+        t.src   = in_entry(f.i_guess, l.desc, i_part);
+        t.lands = &guesses[f.i_guess]->copied;
+    } else if (f.source >= 0) {
+        t.src = in_slab(f.source, l.desc, i_part);
+    } else if (from) {
+        t.src   = in_half(*from, part, f.at.expert);
+        t.lands = nullptr; // the layer computes with what is in the half
+    }
+    t.save = f.saved >= 0 ? in_slab(f.saved, l.desc, i_part) : nullptr;
+    if (opt.poison && (!t.save || t.save != t.src)) {
+        if (t.save) {
+            memcpy(t.save, t.dst, t.size);
+            t.save = nullptr;
+        }
+        memset(t.dst, 0xff, t.size);
+    }
+    scratch_transfers.push_back(t);
+}
+
+// What is pending, into its slots: all of one part, then all of the next, from memory first. What comes from an entry is there already,
+// and copied later. from: the half that has the others; null: the file.
+void stream::fill_slots(layer_state & l, const half * from) {
+    uint64_t n_from_ram = 0;
+    uint64_t n_to_ram   = 0;
+    for (slot_fill & f : l.pending) { // before any slab changes
+        f.source = f.i_guess >= 0 ? -1 : hold_slab(l, f.at.expert, l.held);
+        f.checksum = opt.check && f.source >= 0 ? slab_sums[f.source] : 0;
+        n_from_ram += f.source >= 0;
+    }
+    for (slot_fill & f : l.pending) {
+        const bool exchanges = f.source >= 0 && f.at.victim >= 0 && ram->n_held(f.source) == 1;
+        if (exchanges) {
+            f.saved = f.source;
+            ram->exchange(f.saved, f.at.victim);
+        } else if (f.source >= 0) {
+            ram->forget(f.source);
+        }
+        if (!exchanges && ram && f.at.victim >= 0) {
+            f.saved = ram->claim(l.index, f.at.victim);
+            if (f.saved >= 0) {
+                l.held.push_back(f.saved);
+            }
+        }
+        if (opt.check && f.saved >= 0) {
+            slab_sums[f.saved] = l.checksums[f.at.slot];
+        }
+        n_to_ram += f.saved >= 0;
+    }
     scratch_transfers.clear();
     for (size_t i = 0; i < l.desc.parts.size(); ++i) {
-        const expert_part & part = l.desc.parts[i];
-        for (const placement & p : l.pending) {
-            uint8_t * dst = part.slots + p.slot * part.expert_bytes;
-            if (opt.poison) {
-                memset(dst, 0xff, part.expert_bytes);
+        for (const bool in_memory : { true, false }) {
+            for (const slot_fill & f : l.pending) {
+                if (f.i_guess < 0 && (f.source >= 0) == in_memory) {
+                    add_transfer(l, f, from, i);
+                }
             }
-            scratch_transfers.push_back({ p.slot, part.file, part.offset + p.expert * part.expert_bytes, part.expert_bytes, dst, nullptr,
-                part.convert, &l.landings[i * l.desc.n_slot + p.slot] });
         }
     }
     if (!scratch_transfers.empty()) {
         io->submit(l.group, scratch_transfers, urgency::demand);
     }
+    l.stats->bytes_from_ram += n_from_ram * l.desc.expert_bytes();
+    l.stats->bytes_to_ram   += n_to_ram   * l.desc.expert_bytes();
 }
 
 void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool is_late) {
@@ -333,28 +494,39 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
     l.pool.acquire(scratch_experts.data(), (int32_t) scratch_experts.size(), scratch_placed);
     l.stats->pins = l.pool.n_kept();
 
-    const uint64_t expert_bytes = l.desc.expert_bytes();
-    uint64_t n_miss = 0;
+    late.guesses.clear();
     uint64_t n_evicted = 0;
+    uint64_t n_guessed = 0;
     for (const placement & p : scratch_placed) {
         slot_by_expert[p.expert] = p.slot;
-        if (!p.miss) {
-            continue;
+        if (p.miss) {
+            slot_fill f = { p };
+            f.i_guess = is_late ? use_guess(i_layer, p.expert) : -1;
+            n_evicted += p.evicted;
+            n_guessed += f.i_guess >= 0;
+            l.pending.push_back(f);
+        } else {
+            late.order.push_back(p.slot);
+            late.guesses.push_back(-1);
         }
-        ++n_miss;
-        n_evicted += p.evicted;
-        l.pending.push_back(p);
     }
-    read_pending(l);
-    if (n_miss > 0 && is_late) {
-        for (const bool miss : { false, true }) {
-            for (const placement & p : scratch_placed) {
-                if (p.miss == miss) {
-                    late.order.push_back(p.slot);
-                }
+    drop_guesses(i_layer);
+    fill_slots(l, nullptr);
+    const uint64_t n_miss = l.pending.size();
+    uint64_t n_from_ram = 0;
+    for (const bool in_memory : { true, false }) {
+        for (const slot_fill & f : l.pending) {
+            if ((f.i_guess >= 0 || f.source >= 0) == in_memory) {
+                late.order.push_back(f.at.slot);
+                late.guesses.push_back(f.i_guess);
+                n_from_ram += f.source >= 0;
             }
         }
+    }
+    if (n_miss > 0 && is_late) {
         begin_late(i_layer, false);
+    } else {
+        late.order.clear();
     }
 
     for (int64_t t = 0; t < chosen.n_tokens; ++t) {
@@ -364,11 +536,14 @@ void stream::begin_slots(int32_t i_layer, const chosen_experts & chosen, int32_t
     }
 
     const uint64_t n = scratch_placed.size();
+    const uint64_t expert_bytes = l.desc.expert_bytes();
     l.stats->hits         += n - n_miss;
     l.stats->misses       += n_miss;
+    l.stats->ram_hits     += n_from_ram;
+    l.stats->guess_hits   += n_guessed;
     l.stats->evictions    += n_evicted;
     l.stats->bytes_needed += n * expert_bytes;
-    l.stats->bytes_read   += n_miss * expert_bytes;
+    l.stats->bytes_read   += (n_miss - n_from_ram) * expert_bytes;
     if (i_layer == 0) {
         stats_.tokens_decode += chosen.n_tokens;
     }
@@ -393,15 +568,16 @@ void stream::claim_half(half & h, int32_t i_layer, layer_stats & waiting) {
 
 void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & experts, urgency how) {
     const uint64_t expert_bytes = l.desc.expert_bytes();
-    uint64_t n_read   = 0;
-    uint64_t n_copied = 0;
+    uint64_t n_read     = 0;
+    uint64_t n_copied   = 0;
+    uint64_t n_from_ram = 0;
     scratch_transfers.clear();
     for (const int32_t e : experts) {
         if (!h.filled[e]) {
             if (opt.check) {
                 check_slot(l, e);
             }
-            (l.pool.peek(e) < 0 ? n_read : n_copied) += 1;
+            (l.pool.peek(e) >= 0 ? n_copied : hold_slab(l, e, h.held) >= 0 ? n_from_ram : n_read) += 1;
         }
     }
     for (size_t i = 0; i < l.desc.parts.size(); ++i) {
@@ -411,7 +587,8 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
                 continue;
             }
             const int32_t slot = l.pool.peek(e);
-            const uint8_t * src = slot < 0 ? nullptr : part.slots + slot * part.expert_bytes;
+            const int32_t slab = slot < 0 ? find_slab(l, e) : -1;
+            const uint8_t * src = slot >= 0 ? part.slots + slot * part.expert_bytes : slab >= 0 ? in_slab(slab, l.desc, i) : nullptr;
             scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, in_half(h, part, e), src,
                 part.convert, &landing_of(h, i, e) });
         }
@@ -420,8 +597,9 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
         h.filled[e] = std::max<uint8_t>(h.filled[e], 1);
     }
     io->submit(h.fill, scratch_transfers, how);
-    l.stats->bytes_read   += n_read * expert_bytes;
-    l.stats->bytes_copied += n_copied * expert_bytes;
+    l.stats->bytes_read     += n_read * expert_bytes;
+    l.stats->bytes_copied   += n_copied * expert_bytes;
+    l.stats->bytes_from_ram += n_from_ram * expert_bytes;
 }
 
 void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out) {
@@ -440,8 +618,10 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
         }
     }
     uint64_t n_hit = 0; // some of which lose their slot to an expert of the last tokens, and are read all the same
+    uint64_t n_ram = 0;
     for (const int32_t e : scratch_experts) {
         n_hit += l.pool.peek(e) >= 0;
+        n_ram += l.pool.peek(e) < 0 && find_slab(l, e) >= 0;
     }
     list_last(l, chosen);
     std::reverse(l.last_experts.begin(), l.last_experts.end());
@@ -452,10 +632,15 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
     for (const placement & p : scratch_placed) {
         if (p.miss) {
             l.stats->evictions += p.evicted;
-            l.pending.push_back(p);
+            l.pending.push_back({ p });
         }
     }
-    read_pending(l);
+    uint64_t n_past = 0; // from the RAM tier through the ring; what has just lost its slot is not in its slab yet
+    for (const int32_t e : scratch_experts) {
+        slot_by_expert[e] = l.pool.has(e) ? -1 : hold_slab(l, e, ring_held);
+        n_past += slot_by_expert[e] >= 0;
+    }
+    fill_slots(l, nullptr);
 
     late.slots.clear();
     const auto take_from_slots = [&](int32_t e, int32_t slot) {
@@ -469,8 +654,10 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
         }
     }
     const uint64_t n_in_place = late.order.size();
-    for (const placement & p : l.pending) {
-        take_from_slots(p.expert, p.slot);
+    uint64_t n_from_ram = 0;
+    for (const slot_fill & f : l.pending) {
+        take_from_slots(f.at.expert, f.at.slot);
+        n_from_ram += f.source >= 0;
     }
     for (const int32_t e : scratch_experts) {
         if (l.pool.peek(e) < 0 && seen[e] != seen_mark) { // that mark is of the last tokens' experts
@@ -478,10 +665,13 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
         }
     }
     scratch_transfers.clear();
-    for (const expert_part & part : l.desc.parts) {
+    for (size_t k = 0; k < l.desc.parts.size(); ++k) {
+        const expert_part & part = l.desc.parts[k];
         for (size_t i = late.slots.size(); i < late.order.size(); ++i) {
-            const int32_t e = late.order[i];
-            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, nullptr, nullptr, part.convert });
+            const int32_t e    = late.order[i];
+            const int32_t slab = slot_by_expert[e];
+            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, nullptr,
+                slab >= 0 ? in_slab(slab, l.desc, k) : nullptr, part.convert });
         }
     }
     ring->begin(scratch_transfers);
@@ -491,8 +681,10 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
     const uint64_t expert_bytes = l.desc.expert_bytes();
     l.stats->hits         += n_hit;
     l.stats->misses       += n - n_hit;
+    l.stats->ram_hits     += n_ram;
     l.stats->bytes_needed += n * expert_bytes;
-    l.stats->bytes_read   += (n - n_in_place) * expert_bytes;
+    l.stats->bytes_read   += (n - n_in_place - n_from_ram - n_past) * expert_bytes;
+    l.stats->bytes_from_ram += n_past * expert_bytes;
     if (i_layer == 0) {
         stats_.tokens_prefill += chosen.n_tokens;
     }
@@ -501,6 +693,7 @@ void stream::begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t 
 
 void stream::settle_ring(layer_state & l) {
     ring->end();
+    release(ring_held);
     settle_slots(l, *l.stats);
     transfer_group & group = ring->group();
     if (!group.ok()) {
@@ -548,8 +741,10 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
     const bool was_read_ahead = !h.fill.idle();
     fill_half(h, l, scratch_experts, urgency::demand);
     uint64_t n_hit = 0;
+    uint64_t n_ram = 0;
     for (const int32_t e : scratch_experts) {
         n_hit += l.pool.peek(e) >= 0;
+        n_ram += l.pool.peek(e) < 0 && find_slab(l, e) >= 0;
         h.filled[e] = 2;
     }
     if (is_late) {
@@ -565,6 +760,7 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
     const uint64_t n = scratch_experts.size();
     l.stats->hits         += n_hit;
     l.stats->misses       += n - n_hit;
+    l.stats->ram_hits     += n_ram;
     l.stats->bytes_needed += n * l.desc.expert_bytes();
     if (i_layer == 0) {
         stats_.tokens_prefill += chosen.n_tokens;
@@ -615,6 +811,12 @@ const uint8_t * stream::take(int32_t i_layer, bool staged, int32_t i_part, int32
             wait([&] { h.fill.wait(there); });
         }
         bytes = in_half(h, part, late.order[step]);
+    } else if (!staged && late.guesses[step] >= 0) {
+        guess_entry & g = *guesses[late.guesses[step]];
+        if (!g.landings[i_part].is_here()) {
+            wait([&] { g.read.wait(g.landings[i_part]); });
+        }
+        bytes = in_entry(late.guesses[step], l.desc, i_part);
     } else {
         const int32_t   slot  = staged ? late.slots[step] : late.order[step];
         const landing & there = l.landings[i_part * l.desc.n_slot + slot];
@@ -646,7 +848,8 @@ void stream::wait(int32_t i_layer, bool staged, bool is_first_thread) {
 void stream::settle(int32_t i_layer, bool staged) {
     layer_state & l = *layers[i_layer];
     if (!staged) {
-        settle_slots(l, *l.stats);
+        settle_fills(l, *l.stats);
+        copy_guessed(l, *l.stats); // while what follows computes
         return;
     }
     half & h = half_of(i_layer);
@@ -661,26 +864,133 @@ void stream::copy_to_slots(half & h, layer_state & l) {
     std::reverse(l.last_experts.begin(), l.last_experts.end());
     l.pool.acquire(l.last_experts.data(), (int32_t) l.last_experts.size(), scratch_placed);
     l.stats->pins = l.pool.n_kept();
-    scratch_transfers.clear();
-    uint64_t n_copied = 0;
     for (const placement & p : scratch_placed) {
-        if (!p.miss) {
+        if (p.miss) {
+            l.stats->evictions += p.evicted;
+            slot_fill f = { p };
+            f.copying = true;
+            l.pending.push_back(f);
+        }
+    }
+    fill_slots(l, &h); // before what is read ahead: the half is wanted for the layer after
+    h.copying_out = !l.pending.empty();
+    const auto n_from_ram = std::count_if(l.pending.begin(), l.pending.end(), [](const slot_fill & f) { return f.source >= 0; });
+    l.stats->bytes_copied += (l.pending.size() - n_from_ram) * l.desc.expert_bytes();
+}
+
+// in a slot or in a slab, or on the way there
+bool stream::has_bytes(const layer_state & l, int32_t expert) const {
+    return l.pool.has(expert) || (ram && ram->find(l.index, expert) >= 0);
+}
+
+//
+// guesses
+//
+
+void stream::guess(int32_t i_layer, const int32_t * experts, int32_t n) {
+    layer_state & l = *layers[i_layer];
+    for (int32_t i = 0; i < n; ++i) {
+        const int32_t e = experts[i];
+        if (has_bytes(l, e)) {
             continue;
         }
-        ++n_copied;
-        l.stats->evictions += p.evicted;
-        l.pending.push_back(p);
-        for (const expert_part & part : l.desc.parts) {
-            uint8_t * dst = part.slots + p.slot * part.expert_bytes;
+        int32_t i_free = -1;
+        bool    known  = false;
+        for (int32_t k = 0; k < (int32_t) guesses.size(); ++k) {
+            const guess_entry & g = *guesses[k];
+            known = known || (g.i_layer == i_layer && g.expert == e && !g.used);
+            if (i_free < 0 && g.i_layer < 0 && g.read.idle() && g.copied.is_here()) {
+                i_free = k;
+            }
+        }
+        if (known) {
+            continue;
+        }
+        if (i_free < 0) {
+            return;
+        }
+        guess_entry & g = *guesses[i_free];
+        forgive(g);
+        g.i_layer = i_layer;
+        g.expert  = e;
+        scratch_transfers.clear();
+        for (size_t k = 0; k < l.desc.parts.size(); ++k) {
+            const expert_part & part = l.desc.parts[k];
+            uint8_t * dst = in_entry(i_free, l.desc, k);
             if (opt.poison) {
                 memset(dst, 0xff, part.expert_bytes);
             }
-            scratch_transfers.push_back({ p.slot, 0, 0, part.expert_bytes, dst, in_half(h, part, p.expert) });
+            scratch_transfers.push_back({ i_free, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert, &g.landings[k] });
+        }
+        io->submit(g.read, scratch_transfers, urgency::background);
+        l.stats->guesses += 1;
+    }
+}
+
+// a guess that could not be read, and that nobody uses, is no error
+void stream::forgive(guess_entry & g) {
+    if (!g.read.ok()) {
+        stats_.read_errors += 1;
+        g.read.clear();
+    }
+}
+
+// the entry that has, or will have, the expert that the layer wants; -1: none
+int32_t stream::use_guess(int32_t i_layer, int32_t expert) {
+    for (int32_t k = 0; k < (int32_t) guesses.size(); ++k) {
+        guess_entry & g = *guesses[k];
+        if (g.i_layer != i_layer || g.expert != expert || g.used) {
+            continue;
+        }
+        if (g.read.idle() && !g.read.ok()) {
+            return -1; // the layer's own read may succeed
+        }
+        io->promote(g.read);
+        g.used = true;
+        return k;
+    }
+    return -1;
+}
+
+// what was guessed for the layer (-1: for any), and is not used
+void stream::drop_guesses(int32_t i_layer) {
+    for (const auto & g : guesses) {
+        if (g->i_layer >= 0 && !g->used && (i_layer < 0 || g->i_layer == i_layer)) {
+            layer_state & l = *layers[g->i_layer];
+            l.stats->guess_wasted_bytes += l.desc.expert_bytes() - io->cancel(g->read);
+            g->i_layer = -1;
+            if (g->read.idle()) {
+                forgive(*g);
+            }
         }
     }
-    io->submit(l.group, scratch_transfers, urgency::demand); // before what is read ahead: the half is wanted for the layer after
-    h.copying_out = n_copied > 0;
-    l.stats->bytes_copied += n_copied * l.desc.expert_bytes();
+}
+
+// what the layer has computed with in the entries, to its slots
+void stream::copy_guessed(layer_state & l, layer_stats & waiting) {
+    scratch_transfers.clear();
+    for (slot_fill & f : l.pending) {
+        if (f.i_guess < 0 || f.copying || f.failed) {
+            continue;
+        }
+        guess_entry & g = *guesses[f.i_guess];
+        wait_for(g.read, waiting);
+        g.i_layer = -1;
+        g.used    = false;
+        if (!g.read.ok()) {
+            f.failed = true;
+            note_error(g.read.error().c_str(), 1);
+            g.read.clear();
+            continue;
+        }
+        f.copying = true;
+        for (size_t i = 0; i < l.desc.parts.size(); ++i) {
+            add_transfer(l, f, nullptr, i);
+        }
+    }
+    if (!scratch_transfers.empty()) {
+        io->submit(l.group, scratch_transfers, urgency::demand);
+    }
 }
 
 //
@@ -723,9 +1033,9 @@ void stream::warm_up() {
         layer_state * waits_for = nullptr;
         for (size_t i = 0; i < layers.size(); ++i) {
             layer_state & l = *layers[(warm_layer + i) % layers.size()]; // the one begun first comes first
-            if (l.warm_slot >= 0 && l.warm.idle()) {
+            if (l.is_warming() && l.warm.idle()) {
                 take_warm(l);
-            } else if (l.warm_slot >= 0) {
+            } else if (l.is_warming()) {
                 ++n_reading;
                 waits_for = waits_for ? waits_for : &l;
             }
@@ -759,22 +1069,26 @@ int32_t stream::begin_warm() {
     while (warm_rank < n_rank) {
         const size_t  i_layer = warm_layer;
         layer_state & l       = *layers[i_layer];
-        if (l.warm_slot >= 0) {
+        if (l.is_warming()) {
             return -1;
         }
         const int32_t expert = warm_rank < l.desc.warm.size() ? l.desc.warm[warm_rank] : -1;
         warm_layer = (warm_layer + 1) % layers.size();
         warm_rank += warm_layer == 0;
-        const int32_t slot = expert < 0 ? -1 : l.pool.reserve(expert);
-        if (slot < 0) {
+        if (expert < 0 || has_bytes(l, expert)) {
+            continue;
+        }
+        l.warm_slot = l.pool.reserve(expert);
+        l.warm_slab = l.warm_slot < 0 && ram ? ram->claim(l.index, expert, true) : -1;
+        if (!l.is_warming()) {
             continue;
         }
         warm_transfers.clear();
-        for (const expert_part & part : l.desc.parts) {
-            uint8_t * dst = part.slots + slot * part.expert_bytes;
-            warm_transfers.push_back({ slot, part.file, part.offset + expert * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert });
+        for (size_t i = 0; i < l.desc.parts.size(); ++i) {
+            const expert_part & part = l.desc.parts[i];
+            uint8_t * dst = l.warm_slot >= 0 ? part.slots + l.warm_slot * part.expert_bytes : in_slab(l.warm_slab, l.desc, i);
+            warm_transfers.push_back({ 0, part.file, part.offset + expert * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert });
         }
-        l.warm_slot = slot;
         l.stats->warm_bytes += l.desc.expert_bytes();
         io->submit(l.warm, warm_transfers, urgency::background);
         return (int32_t) i_layer;
@@ -782,19 +1096,31 @@ int32_t stream::begin_warm() {
     return -1;
 }
 
-// the fill of a slot is over: the expert is there, or the slot is empty again
+// the fill of a slot, or a slab, is over: the expert is there, or it is empty again
 void stream::take_warm(layer_state & l) {
     const int32_t slot = l.warm_slot;
-    l.warm_slot = -1;
-    if (l.warm.ok()) {
+    const int32_t slab = l.warm_slab;
+    l.warm_slot = l.warm_slab = -1;
+    const bool ok = l.warm.ok();
+    if (slot >= 0 && ok) {
         l.pool.commit(slot);
-        l.stats->warm_filled += 1;
         if (opt.check) {
             l.checksums[slot] = slot_checksum(l.desc, slot);
         }
-    } else {
+    } else if (slot >= 0) {
         zero_slot(l, slot);
         l.pool.fail(slot);
+    } else {
+        if (!ok) {
+            ram->forget(slab);
+        } else if (opt.check) {
+            slab_sums[slab] = checksum(l.desc, [&](size_t i) { return in_slab(slab, l.desc, i); });
+        }
+        ram->release(slab);
+    }
+    if (ok) {
+        l.stats->warm_filled += 1;
+    } else {
         l.warm.clear();
         stats_.read_errors += 1;
     }
@@ -803,7 +1129,7 @@ void stream::take_warm(layer_state & l) {
 
 // a graph has come to the layer
 void stream::settle_warm(layer_state & l) {
-    if (l.warm_slot >= 0) {
+    if (l.is_warming()) {
         io->promote(l.warm);
         wait_for(l.warm, *l.stats);
         take_warm(l);

@@ -20,8 +20,16 @@
 // Where memory is short there are no halves but a ring (expert-ring.h), and staging is always late: what has a slot is computed with
 // there, the experts of the last tokens are read into slots, all others pass through the ring, each part of each read once.
 //
-// While no graph computes, a thread of the stream fills empty slots with experts that nobody asked for yet (start_warm()). What it has
-// submitted when a graph begins may still be read then; begin() of a layer takes such a fill in before it looks at the slots.
+// While no graph computes, a thread of the stream fills empty slots with experts that nobody asked for yet (start_warm()), and then empty
+// slabs. What it has submitted when a graph begins may still be read then; begin() of a layer takes such a fill in before it looks at the
+// slots.
+//
+// Below the slots there may be a RAM tier (ram-tier.h). Who fills a slot moves what it held to a slab; a missing expert that has a
+// slab is copied from there, and leaves it. Slabs are held until the transfers that touch them are settled.
+//
+// Between begin() of a layer and that of the next, guess() may name experts that the next will probably want. They are read in the
+// background into a few entries that no slot and no slab gives way for. If the layer, begun late, wants one, it is computed with in the
+// entry, and copied to its slot when the layer is settled; else the entry is free again when its layer has begun.
 //
 // Ownership of bytes (what makes it safe without copies):
 //   - slots of a layer change only between its begin() and join() (the last take(), when late), or by the copies that either
@@ -39,10 +47,12 @@
 
 #include "expert-ring.h"
 #include "policy.h"
+#include "ram-tier.h"
 #include "reader.h"
 #include "slot-pool.h"
 #include "stats.h"
 #include "trace.h"
+#include "trial.h"
 
 #include <chrono>
 #include <condition_variable>
@@ -108,6 +118,9 @@ inline bool touches_nearly_all(int32_t n_expert, int64_t n_used, int64_t n_token
     return n_used * n_tokens >= 4 * (int64_t) n_expert;
 }
 
+// whether guesses are read ahead: automatic measures, again and again, whether graphs are faster with them
+enum class prefetch_kind : int32_t { off, on, automatic };
+
 class stream {
 public:
     struct options {
@@ -118,6 +131,12 @@ public:
         uint64_t    half_bytes = 0;
         int32_t     n_ring     = 0;    // entries of the ring; 0: halves
         uint64_t    ring_bytes = 0;    // of an entry: room for the largest part
+        uint8_t   * ram        = nullptr; // the RAM tier's slabs; null: there is none
+        uint64_t    ram_bytes  = 0;
+        uint8_t   * guesses     = nullptr; // n_guess entries; null: nothing is guessed
+        int32_t     n_guess     = 0;
+        prefetch_kind prefetch  = prefetch_kind::on;
+        uint64_t    guess_bytes = 0;       // of an entry: room for an expert of any layer, each part aligned to guess_alignment
         trace_writer * trace = nullptr; // of what valid batches chose; null: nothing is recorded
     };
 
@@ -150,6 +169,18 @@ public:
     // is no thread for it. A fill that fails is no error of any graph; it counts in read_errors.
     void start_warm();
 
+    // Reads ahead what the layer, which is the next to begin, and late, will probably want: the likeliest first. Between begin() of the
+    // layer before it and its settle(). What has a slot, or a slab, is not read; when no entry is free, neither is the rest.
+    void guess(int32_t i_layer, const int32_t * experts, int32_t n);
+
+    static constexpr uint64_t guess_alignment = 64;
+
+    // whether guess() is to be called in the graph that computes; the same for all of it
+    bool wants_guesses() const { return guessing; }
+
+    // a place in the graph where it could be, of n_tokens
+    void note_guess_place(int64_t n_tokens) { guess_tokens = n_tokens; }
+
     // sleep until nothing is left to fill, or the time is over; false: something is
     bool wait_warm(std::chrono::seconds at_most);
 
@@ -158,6 +189,9 @@ public:
     void drop_cache() { io->drop_cache(); }
 
     const stream_stats & stats() const { return stats_; }
+    // bytes of the RAM tier's slabs, of the budget that it was given
+    uint64_t ram_bytes() const { return ram ? ram->bytes() : 0; }
+
     uint64_t bounce_bytes() const { return io ? io->bounce_bytes() : 0; }
 
 private:
@@ -167,6 +201,29 @@ private:
         transfer_group       fill;
         std::vector<landing> landings;            // [max n_part][max n_expert]
         bool                 copying_out = false; // the layer's slot group reads from it
+        std::vector<int32_t> held;                // slabs that fill reads from
+    };
+
+    // a miss whose bytes are on the way to its slot
+    struct slot_fill {
+        placement at;
+        int32_t   i_guess   = -1;    // comes from this entry: first computed with there, then copied
+        bool      copying   = false; // from an entry, or a half, after the layer has computed: nobody waits for it
+        bool      failed    = false; // the entry's read did
+        int32_t   saved     = -1;    // the slab that what the slot held goes to
+        int32_t   source    = -1;    // the slab that has the bytes
+        uint64_t  checksum  = 0;     // with options::check: of what is in source
+    };
+
+    // room for an expert that was guessed
+    struct guess_entry {
+        int32_t              i_layer = -1; // that will want it; -1: nobody does any more
+        int32_t              expert  = -1;
+        bool                 used    = false; // by the layer, and not on its way to the slot yet
+        uint64_t             n_cancelled = 0; // bytes
+        transfer_group       read;
+        std::vector<landing> landings; // [max n_part]
+        landing              copied;   // to its slot
     };
 
     // what was begun late and is not settled yet
@@ -175,40 +232,59 @@ private:
         bool                 staged  = false;
         std::vector<int32_t> order;
         std::vector<int32_t> slots;      // ring: by step, for the steps before those of the ring
+        std::vector<int32_t> guesses;    // slots: by step, the entry, or -1
     };
 
     struct layer_state {
+        const int32_t          index;
         layer_desc             desc;
         slot_pool              pool;
         transfer_group         group;     // fills of slots
-        std::vector<placement> pending;   // misses whose bytes are on the way in group
+        std::vector<slot_fill> pending;   // what group fills
+        std::vector<int32_t>   held;      // slabs that group reads or writes
         std::vector<landing>   landings;  // [n_part][n_slot]
         transfer_group         warm;
         int32_t                warm_slot = -1;       // filled by warm; -1: none is
+        int32_t                warm_slab = -1;       // likewise
         std::vector<int32_t>   last_experts;         // of the last tokens, newest first, at most n_free_slot()
         std::vector<uint64_t>  checksums;            // [n_slot] with options::check, of what a ready slot was filled with
         layer_stats          * stats = nullptr;
 
-        layer_state(const layer_desc & d, policy_kind kind)
-            : desc(d), pool(d.n_slot, d.n_expert, kind), landings(d.parts.size() * d.n_slot) {
+        layer_state(const layer_desc & d, policy_kind kind, int32_t index)
+            : index(index), desc(d), pool(d.n_slot, d.n_expert, kind), landings(d.parts.size() * d.n_slot) {
             for (const int32_t e : d.kept) {
                 pool.keep(e);
             }
         }
+
+        bool is_warming() const { return warm_slot >= 0 || warm_slab >= 0; }
     };
 
     bool list_chosen(const layer_desc & d, const chosen_experts & chosen);
     void record(int32_t i_layer, const chosen_experts & chosen);
     void list_last(layer_state & l, const chosen_experts & chosen);
     void check_slot(layer_state & l, int32_t expert);
+    void note_changed(const char * what, const layer_state & l, int32_t number, int32_t expert);
+    bool has_bytes(const layer_state & l, int32_t expert) const;
     void wait_for(transfer_group & group, layer_stats & waiting);
     void begin_late(int32_t i_layer, bool staged);
     void settle_late();
     void settle_ring(layer_state & l);
     void begin_ring(int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out);
-    void read_pending(layer_state & l);
+    void fill_slots(layer_state & l, const half * from);
+    void add_transfer(layer_state & l, const slot_fill & f, const half * from, size_t i_part);
+    void release(std::vector<int32_t> & held);
+    int32_t find_slab(const layer_state & l, int32_t expert) const;
+    int32_t hold_slab(const layer_state & l, int32_t expert, std::vector<int32_t> & held);
+    uint8_t * in_slab(int32_t slab, const layer_desc & d, size_t i_part) const;
+    uint8_t * in_entry(int32_t i_guess, const layer_desc & d, size_t i_part) const;
+    int32_t use_guess(int32_t i_layer, int32_t expert);
+    void forgive(guess_entry & g);
+    void drop_guesses(int32_t i_layer);
+    void copy_guessed(layer_state & l, layer_stats & waiting);
     landing & landing_of(half & h, size_t part, int32_t expert) { return h.landings[part * seen.size() + expert]; }
     void settle_slots(layer_state & l, layer_stats & waiting);
+    void settle_fills(layer_state & l, layer_stats & waiting);
     void zero_slot(layer_state & l, int32_t slot);
     void settle_warm(layer_state & l);
     void take_warm(layer_state & l);
@@ -245,11 +321,20 @@ private:
 
     // scratch of the computing thread, as large as it gets from the start
     std::vector<int32_t>   scratch_experts;
+    std::vector<uint64_t>  slab_sums; // [n_slab] with options::check, of what a slab was filled with
     std::vector<uint64_t>  seen;      // [max n_expert] the last seen_mark under which it was met
     uint64_t               seen_mark = 0;
     std::vector<placement> scratch_placed;
-    std::vector<int32_t>   slot_by_expert; // [max n_expert]
+    std::vector<int32_t>   slot_by_expert; // [max n_expert]; or slab
     std::vector<transfer>  scratch_transfers;
+
+    std::unique_ptr<ram_tier> ram; // null: there is none
+    std::vector<int32_t>      ring_held; // slabs that the ring reads from
+    std::vector<std::unique_ptr<guess_entry>> guesses;
+    trial    guess_trial;
+    bool     guessing     = false; // in the running graph
+    int64_t  guess_tokens = 0;     // of the running graph; 0: there was no place to guess
+    uint64_t begin_us     = 0;     // of the running graph
 
     // last, so that its workers end before what they write to
     std::unique_ptr<reader> io;

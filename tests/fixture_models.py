@@ -48,14 +48,14 @@ def run(*command: str | Path, timeout_s: float = 300, ok: bool = True, **kwargs)
 
 
 def make_layout(layout: str, folder: Path) -> Path:
-    """The F32 model of one of LAYOUTS, as ``folder/LAYOUT-f32.gguf``."""
+    """The F32 model of one of LAYOUTS, or of an architecture by upstream's name, as ``folder/LAYOUT-f32.gguf``."""
     path = folder / f"{layout}-f32.gguf"
     if layout == "gemma4":
         write_gemma4(path)
         return path
     arch = layout.removesuffix("-merged")
-    run(tool("test-llama-archs"), "-o", folder, "-a", UPSTREAM[arch], "-s", "1")
-    made = folder / f"{UPSTREAM[arch]}-moe.gguf"
+    run(tool("test-llama-archs"), "-o", folder, "-a", UPSTREAM.get(arch, arch), "-s", "1")
+    made = folder / f"{UPSTREAM.get(arch, arch)}-moe.gguf"
     spread_routing(made)
     if layout in MERGED_UPSTREAM:
         separate_gate_up(made, path)

@@ -36,6 +36,7 @@ STRICT = {"MOESTREAM_POISON": "1", "MOESTREAM_CHECK": "1"}
 LINE = re.compile(
     r"ok T=(?P<ubatch>\d+) slots=(?P<slots>\d+)/(?P<n_expert>\d+) pool_bytes=(?P<pool_bytes>\d+) evictions=(?P<evictions>\d+)"
     r" misses=\d+ hits=\d+ via_slots=(?P<via_slots>\d+) via_staging=(?P<via_staging>\d+)"
+    r" ram_hits=(?P<ram_hits>\d+) guess_hits=(?P<guess_hits>\d+)"
 )
 
 
@@ -52,11 +53,13 @@ class Cell:
     load_mode: str = "mmap"
     repack: bool = False  # the kernels that stock prefers, in place of plain ones
     staging: str = "full"  # or "ring"
+    ram: bool = False  # a RAM tier too small for what has no slot, and guesses
 
     def __str__(self) -> str:
         kernels = "repacked, " if self.repack else ""
         ring = "ring, " if self.staging == "ring" else ""
-        return f"{self.architecture} {self.type_name} {kernels}{ring}{self.n_shards} files, alignment {self.alignment}, {self.load_mode}"
+        ram = "RAM tier, " if self.ram else ""
+        return f"{self.architecture} {self.type_name} {kernels}{ring}{ram}{self.n_shards} files, alignment {self.alignment}, {self.load_mode}"
 
 
 @dataclass
@@ -67,6 +70,8 @@ class Outcome:
     n_evicting: int = 0  # comparisons in which slots were scarce; each of them evicted
     seconds: float = 0
     ways: dict[str, int] = field(default_factory=lambda: {"slots": 0, "staging": 0})  # comparisons that went this way
+    n_ram: int = 0  # comparisons in which the RAM tier had experts
+    n_guessed: int = 0  # in which guesses were right
 
 
 def full_matrix(names: list[str], types: list[str]) -> Iterator[Cell]:
@@ -76,8 +81,8 @@ def full_matrix(names: list[str], types: list[str]) -> Iterator[Cell]:
         for type_name in types:
             yield Cell(name, type_name, (str(used), str(used + 1), "all"), ALL_UBATCH)
             if type_name in architectures.REPACKED:
-                yield Cell(name, type_name, (str(used), "all"), (1, 2, 9, 64), repack=True)
-                yield Cell(name, type_name, (str(used), str(used + 1)), (9, 64), staging="ring")
+                yield Cell(name, type_name, (str(used), "all"), (1, 2, 9, 64), repack=True, ram=True)
+                yield Cell(name, type_name, (str(used), str(used + 1)), (9, 64), staging="ring", ram=used % 2 == 0)
     if "q4_0" not in types:
         return
     for i, name in enumerate(names):
@@ -92,8 +97,8 @@ def short_matrix(names: list[str]) -> Iterator[Cell]:
     """What every run of the tests can afford."""
     for name in names:
         for type_name in ("f32", "q4_0"):
-            yield Cell(name, type_name, (str(architectures.n_used(name)),), (1, 9), repack=False)
-        yield Cell(name, "q4_0", (str(architectures.n_used(name)),), (1, 9), repack=True, staging="ring")
+            yield Cell(name, type_name, (str(architectures.n_used(name)),), (1, 9), ram=type_name == "q4_0")
+        yield Cell(name, "q4_0", (str(architectures.n_used(name)),), (1, 9), repack=True, staging="ring", ram=True)
 
 
 def check(cell: Cell, source: Path, folder: Path) -> Outcome:
@@ -131,18 +136,19 @@ def compare(cell: Cell, model: Path, outcome: Outcome) -> None:
 
 
 def _compare(cell: Cell, model: Path, outcome: Outcome, tokens: int, ubatch: list[int]) -> None:
+    expert_bytes = gguf_facts.read(model).expert_bytes
     done = run(
         tool("moe-identity"), "-m", model, "--threads", "1", "--slots", ",".join(cell.slots),
         "--ubatch", ",".join(map(str, ubatch)), "--tokens", str(tokens), "--load-mode", cell.load_mode,
         *(["--embeddings"] if cell.architecture in architectures.EMBEDDINGS else []),
         *(["--repack"] if cell.repack else []),
-        "--moe-staging", cell.staging,
+        "--moe-staging", cell.staging, "--moe-prefetch", "on" if cell.ram else "off",
+        *(["--moe-ram", str(expert_bytes // 3)] if cell.ram else []),
         env=environment(STRICT), ok=False, timeout_s=1800,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(lines) == len(cell.slots) * len(ubatch), done.stdout
-    expert_bytes = gguf_facts.read(model).expert_bytes
     for line in lines:
         match = LINE.fullmatch(line)
         assert match, line
@@ -153,6 +159,9 @@ def _compare(cell: Cell, model: Path, outcome: Outcome, tokens: int, ubatch: lis
         assert not scarce or got["evictions"] > 0, line
         outcome.n_equal += 1
         outcome.n_evicting += scarce
+        outcome.n_ram += got["ram_hits"] > 0
+        outcome.n_guessed += got["guess_hits"] > 0
+        assert cell.ram or not got["ram_hits"] + got["guess_hits"], line
         outcome.ways["slots"] += got["via_slots"] > 0
         outcome.ways["staging"] += got["via_staging"] > 0
 
@@ -188,7 +197,8 @@ def main() -> int:
     ways = {way: sum(o.ways[way] for o in outcomes) for way in ("slots", "staging")}
     print(
         f"{len(outcomes)} models of {len(names)} architectures, {len(failed)} failed; {equal} comparisons of {N_TOKENS} tokens or more equal, "
-        f"{evicting} of them with evictions, {ways['slots']} through slots, {ways['staging']} through staging; "
+        f"{evicting} of them with evictions, {ways['slots']} through slots, {ways['staging']} through staging, "
+        f"{sum(o.n_ram for o in outcomes)} with hits in the RAM tier, {sum(o.n_guessed for o in outcomes)} with right guesses; "
         f"{(time.monotonic() - started) / 60:.1f} min"
     )
     if options.report:

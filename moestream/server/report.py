@@ -72,6 +72,8 @@ def kernels_line(stats: Stats) -> str | None:
 _MEMORY = (
     ("pool_bytes", "expert slots"),
     ("staging_bytes", "staging"),
+    ("ram_bytes", "RAM tier"),
+    ("guess_bytes", "guesses"),
     ("bounce_bytes", "bounce buffers"),
     ("dense_bytes", "dense weights"),
     ("kv_bytes", "KV cache"),

@@ -37,6 +37,9 @@ COMBINATIONS = {
     "overlap without slots": (["--moe-overlap", "off"], "--moe-overlap does nothing without --moe-slots"),
     "staging without slots": (["--moe-staging", "ring"], "--moe-staging does nothing without --moe-slots"),
     "ring without overlap": (["--moe-slots", "8", "--moe-staging", "ring", "--moe-overlap", "off"], "--moe-staging ring cannot be combined with --moe-overlap off: matmuls wait for what passes through the ring; hint: leave out one of them"),
+    "RAM tier without slots": (["--moe-ram", "1GiB"], "--moe-ram does nothing without --moe-slots"),
+    "prefetch without slots": (["--moe-prefetch", "off"], "--moe-prefetch does nothing without --moe-slots"),
+    "prefetch without overlap": (["--moe-slots", "8", "--moe-prefetch", "on", "--moe-overlap", "off"], "--moe-prefetch on cannot be combined with --moe-overlap off: matmuls wait for what was guessed; hint: leave out one of them"),
     "trace without slots": (["--moe-trace", "no/file"], "--moe-trace does nothing without --moe-slots; hint: add --moe-slots N, or leave out --moe-trace"),
     "trace's limit without slots": (["--moe-trace-limit", "5"], "--moe-trace-limit does nothing without --moe-slots"),
     "trace's limit without a trace": (["--moe-slots", "8", "--moe-trace-limit", "5"], "--moe-trace-limit does nothing without --moe-trace; hint: add --moe-trace FILE"),
@@ -66,6 +69,8 @@ ENVIRONMENT = {
     "policy without slots": ({"MOE_POLICY": "lfu"}, "--moe-policy does nothing without --moe-slots"),
     "overlap without slots": ({"MOE_OVERLAP": "off"}, "--moe-overlap does nothing without --moe-slots"),
     "staging without slots": ({"MOE_STAGING": "full"}, "--moe-staging does nothing without --moe-slots"),
+    "RAM tier without slots": ({"MOE_RAM": "auto"}, "--moe-ram does nothing without --moe-slots"),
+    "prefetch without slots": ({"MOE_PREFETCH": "on"}, "--moe-prefetch does nothing without --moe-slots"),
     "trace without slots": ({"MOE_TRACE": "no/file"}, "--moe-trace does nothing without --moe-slots"),
 }  # fmt: skip
 
@@ -107,6 +112,8 @@ VALUES = {
     "--moe-policy": (["mru", "LRU", ""], "expected 'lru', 'lfu' or 'heat'"),
     "--moe-overlap": (["yes", "1", ""], "expected 'on' or 'off'"),
     "--moe-staging": (["half", "none", ""], "expected 'auto', 'full' or 'ring'"),
+    "--moe-ram": (["", "many", "-1", "1e3", "inf", "nan", "0x10", "4GiB5", "4PiB", "0", "99999999TiB"], "expected a size ('4GiB', say), 'auto' or 'none'"),
+    "--moe-prefetch": (["yes", ""], "expected 'auto', 'on' or 'off'"),
     "--moe-trace": ([""], "expected the name of a file"),
     "--moe-trace-limit": (["0", "-1", "2G", ""], "expected a number of MiB from 1"),
     "--moe-map": ([""], "expected the path of a router map"),

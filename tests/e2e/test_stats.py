@@ -49,7 +49,7 @@ def names(value: dict[str, Any], *, below: tuple[str, ...]) -> set[str]:
 def test_document_and_answer_have_the_same_fields(server: LlamaServer) -> None:
     stats, doc = server.stats(), documented()
     both = doc["In `totals` and in each of `layers`"]
-    assert names(stats, below=("io", "kernels", "memory")) == doc["Fields"]
+    assert names(stats, below=("io", "kernels", "memory", "prefetch")) == doc["Fields"]
     assert set(stats["totals"]) == both | doc["In `totals` only"]
     for layer in stats["layers"]:
         assert set(layer) == both | doc["In each of `layers`"]
@@ -114,7 +114,7 @@ def test_counters_add_up_and_grow(server: LlamaServer, demo: Path) -> None:
 def test_metrics_are_the_same_figures(server: LlamaServer) -> None:
     stats, metrics = server.stats(), server.metrics()  # nothing is computed in between
     fields = dict(re.findall(r"^\| `(moestream_\w+)` \| \w+ \| `layer` \| `(\w+)` \|", DOC.read_text(), re.MULTILINE))
-    assert len(fields) == 11
+    assert len(fields) == 17
     for name, field in fields.items():
         for layer in stats["layers"]:
             assert metrics.pop(f'{name}{{layer="{layer["layer"]}"}}') == layer[field]

@@ -229,11 +229,13 @@ int test(const options & o) {
                 verdict = "FAIL: nothing was evicted";
             }
             n_failed += verdict != "ok";
-            printf("%s T=%d slots=%llu/%llu pool_bytes=%llu evictions=%llu misses=%llu hits=%llu via_slots=%llu via_staging=%llu\n", verdict.c_str(), t,
+            printf("%s T=%d slots=%llu/%llu pool_bytes=%llu evictions=%llu misses=%llu hits=%llu via_slots=%llu via_staging=%llu ram_hits=%llu guess_hits=%llu\n",
+                    verdict.c_str(), t,
                     (unsigned long long) n_slot, (unsigned long long) n_expert,
                     (unsigned long long) pool_bytes(model.get()), (unsigned long long) n_evictions,
                     (unsigned long long) n_miss, (unsigned long long) field(stats, "hits", "totals"),
-                    (unsigned long long) n_decode, (unsigned long long) n_prefill);
+                    (unsigned long long) n_decode, (unsigned long long) n_prefill, (unsigned long long) field(stats, "ram_hits", "totals"),
+                    (unsigned long long) field(stats, "guess_hits", "totals"));
             fflush(stdout);
         }
     }

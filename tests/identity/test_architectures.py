@@ -28,6 +28,9 @@ def test_all_architectures(sources: dict[str, Path], tmp_path: Path) -> None:
     assert sum(o.n_equal for o in outcomes) == 6 * len(sources)
     # with the fewest slots one token goes through them, and nine do not fit
     assert all(o.ways == {"slots": 1, "staging": 1} and o.n_evicting == 2 for o in outcomes)
+    # few fixtures have but one layer of experts, or routers of another name
+    assert all(o.n_ram == 2 for o in outcomes if o.cell.ram)
+    assert sum(o.n_guessed == 1 for o in outcomes) >= len(sources)
 
 
 def test_adapters_stacked_like_experts_are_none(tmp_path: Path) -> None:

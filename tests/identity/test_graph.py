@@ -81,6 +81,28 @@ def name_of_or_empty(line: str) -> str:
     return "" if line.startswith("#") else name_of(line)
 
 
+KNOWN_BEFORE_ATTENTION = ["smallthinker", "arctic"]  # their routers see the layer's input
+
+
+@pytest.mark.parametrize("slots", ["2", "8"])
+@pytest.mark.parametrize("layout", [*KNOWN_BEFORE_ATTENTION, "qwen3moe"])
+def test_reads_begin_before_attention_where_routing_is_known(
+    model: Callable[[str, str], Path], layout: str, slots: str
+) -> None:
+    def order(overlap: str) -> list[str]:
+        lines = nodes(model(layout, "f32"), "--slots", slots, "--overlap", overlap)
+        kinds = {"moe_begin": "begin", "moe_join": "join", "kq_soft_max": "attention", "kq": "attention"}
+        found = [kinds.get(name_of_or_empty(line).rsplit("-", 1)[0], "") for line in lines if not line.startswith("#")]
+        return [kind for i, kind in enumerate(found) if kind and kind != (["", *found])[i]]
+
+    off, on = order("off"), order("on")
+    assert sorted(off) == sorted(on)
+    assert off[0] == "attention" and off.count("begin") >= 4
+    assert (on[0] == "begin") == (layout in KNOWN_BEFORE_ATTENTION)
+    if layout not in KNOWN_BEFORE_ATTENTION:
+        assert on == off
+
+
 @pytest.mark.parametrize("slots", ["2", "8"])
 @pytest.mark.parametrize("layout", SHARED_FFN)
 def test_overlap(model: Callable[[str, str], Path], layout: str, slots: str) -> None:

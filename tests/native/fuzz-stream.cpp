@@ -5,7 +5,8 @@
 // strides, and ids that no router gives; reads that come short, late, interrupted or not at all; files that shrink, grow back and
 // change their bytes between two layers; layers begun late, whose threads take each part of each expert and compare it at once; a ring in place of
 // halves; a thread whose reads fail anywhere; slots that change behind the engine's back; graphs that
-// stop after a begin, between wait and settle, or after a join; two contexts in turn; experts that stay; slots filled meanwhile.
+// stop after a begin, between wait and settle, or after a join; two contexts in turn; experts that stay; slots filled meanwhile; a RAM tier of
+// any size; guesses, right and wrong.
 //
 // The seed fixes the calls of each context and the places that fail, not how threads and contexts interleave.
 //
@@ -32,6 +33,8 @@ static int64_t n_router_total = 0;
 static int64_t n_slot_total   = 0;
 static int64_t n_lost_total   = 0;
 static int64_t n_warm_total   = 0;
+static int64_t n_ram_total    = 0;
+static int64_t n_guess_total  = 0;
 
 // the compute threads of a context: run() is one node, with a barrier behind it
 class thread_team {
@@ -377,10 +380,10 @@ struct stream_model {
         return failed;
     }
 
-    void compare(const stream_stats & s, bool warm) const {
+    void compare(const stream_stats & s, bool loose, bool has_ram, bool guesses) const {
         CHECK_EQ(s.tokens_decode.load(), tokens_decode);
         CHECK_EQ(s.tokens_prefill.load(), tokens_prefill);
-        if (!warm) {
+        if (!loose && !guesses) {
             CHECK_EQ(s.read_errors.load(), read_errors);
         }
         CHECK_EQ(s.layers.size(), layers.size());
@@ -389,7 +392,7 @@ struct stream_model {
             const layer_stats & got = *s.layers[i];
             CHECK_EQ(got.hits + got.misses, l.hits + l.misses);
             CHECK_EQ(got.bytes_needed.load(), (l.hits + l.misses) * l.expert_bytes);
-            if (warm) {
+            if (loose) {
                 CHECK(got.warm_filled * l.expert_bytes <= got.warm_bytes);
                 continue;
             }
@@ -398,8 +401,14 @@ struct stream_model {
             CHECK_EQ(got.hits.load(), l.hits);
             CHECK_EQ(got.misses.load(), l.misses);
             CHECK_EQ(got.evictions.load(), l.evictions);
-            CHECK_EQ(got.bytes_read.load(), l.n_read * l.expert_bytes);
-            CHECK_EQ(got.bytes_copied.load(), l.n_copied * l.expert_bytes);
+            if (has_ram) {
+                CHECK_EQ(got.bytes_read + got.bytes_copied + got.bytes_from_ram, (l.n_read + l.n_copied) * l.expert_bytes);
+                CHECK(got.ram_hits <= got.misses && got.bytes_to_ram <= got.evictions * l.expert_bytes);
+            } else {
+                CHECK_EQ(got.bytes_read.load(), l.n_read * l.expert_bytes);
+                CHECK_EQ(got.bytes_copied.load(), l.n_copied * l.expert_bytes);
+            }
+            CHECK(got.guess_hits <= got.guesses && (guesses || got.guesses == 0));
         }
     }
 };
@@ -414,6 +423,8 @@ struct fuzz_round {
     fake_experts   experts;
     place_source * source = nullptr; // owned by the stream's reader
     uint32_t       align  = 1;
+    std::vector<uint8_t> ram_memory;   // empty: no RAM tier
+    std::vector<uint8_t> guess_memory; // empty: nothing is guessed
     std::unique_ptr<stream> s;
 
     int32_t  n_used        = 1;
@@ -427,6 +438,12 @@ struct fuzz_round {
     std::vector<uint8_t> ring_memory;
     bool     skewed        = false;
     bool     warm          = false; // slots are filled meanwhile, so that nobody can say what is a hit
+
+    // bytes outlive their slot, or are read beforehand: files and faults stay as they are
+    // hits cannot be predicted: slots are filled meanwhile, or become empty in another order
+    bool is_loose() const { return warm || (!guess_memory.empty() && fault_percent > 0); }
+
+    bool is_fixed() const { return warm || !ram_memory.empty() || !guess_memory.empty(); }
 
     // both touched only between compute_begin() and compute_end()
     stream_model model;
@@ -459,7 +476,7 @@ struct fuzz_round {
     }
 
     uint32_t version_of(int32_t i_layer, bool staged, int32_t id, int32_t expert) {
-        return staged ? model.half_of(i_layer).there.at(expert) : warm ? experts.versions[i_layer][expert] : model.layers[i_layer]->version[id];
+        return staged ? model.half_of(i_layer).there.at(expert) : is_fixed() ? experts.versions[i_layer][expert] : model.layers[i_layer]->version[id];
     }
 
     // whose reads the sick thread lost since the last call
@@ -531,14 +548,16 @@ struct fuzz_round {
         }
     }
 
+    void compare() const { model.compare(s->stats(), is_loose(), !ram_memory.empty(), !guess_memory.empty()); }
+
     void run_graph(test_random & rnd, thread_team & team) {
         const int32_t n_layers = s->n_layers();
         s->compute_begin();
         CHECK(!computing);
         computing = true;
-        model.compare(s->stats(), warm);
+        compare();
         model.error.clear();
-        if (!warm) { // those that warm fills meet stay as they are
+        if (!is_fixed()) {
             choose_faults(rnd);
         }
 
@@ -555,11 +574,15 @@ struct fuzz_round {
 
         const bool any_may_fail = fault_percent > 0 || source->sick_percent > 0;
         bool complete = true;
+        batch next = random_batch(rnd, experts.layers[0].n_expert, tokens_of(0));
         for (int32_t i = 0; i < n_layers && complete; ++i) {
             if (rnd.percent(midway_percent) && model.reads_nothing()) {
                 choose_faults(rnd);
             }
-            batch b = random_batch(rnd, experts.layers[i].n_expert, tokens_of(i));
+            batch b = std::move(next);
+            if (i + 1 < n_layers) {
+                next = random_batch(rnd, experts.layers[i + 1].n_expert, tokens_of(i + 1));
+            }
             const bool nonsense = rnd.percent(router_percent);
             if (nonsense) {
                 spoil(rnd, b, experts.layers[i].n_expert);
@@ -600,6 +623,13 @@ struct fuzz_round {
                 break;
             }
             maybe_sleep(rnd, 20, 100); // a shared FFN
+            if (!guess_memory.empty() && i + 1 < n_layers && !is_staged(i + 1) && rnd.percent(80)) {
+                std::vector<int32_t> guessed;
+                for (const int32_t e : distinct_of(next)) {
+                    guessed.push_back(rnd.percent(60) ? e : (int32_t) rnd.below(experts.layers[i + 1].n_expert));
+                }
+                s->guess(i + 1, guessed.data(), (int32_t) guessed.size());
+            }
             // whoever takes the last bytes of a staged layer settles it, unless a read failed: such a layer stops before
             const bool settles = i != i_abort || (abort_at == 2 && !(late && staged));
             const std::vector<int32_t> order = s->order();
@@ -615,8 +645,10 @@ struct fuzz_round {
                     for (size_t step = 0; step < order.size(); ++step) {
                         const uint8_t * bytes  = s->take(i, staged, (int32_t) p, (int32_t) step, ith, team.n);
                         const int32_t  e       = expert_behind(order[step]);
-                        const uint32_t version = warm ? experts.versions[i][e] : ringed ? model.version_in_ring(i, e) : version_of(i, staged, order[step], e);
-                        CHECK(any_may_fail || experts.part_holds(i, experts.layers[i].parts[p], bytes, e, version));
+                        const uint32_t version = is_fixed() ? experts.versions[i][e] : ringed ? model.version_in_ring(i, e) : version_of(i, staged, order[step], e);
+                        if (is_fixed() ? model.bad[i].count(e) == 0 : !any_may_fail) {
+                            CHECK(experts.part_holds(i, experts.layers[i].parts[p], bytes, e, version));
+                        }
                     }
                 }
                 if (late) {
@@ -657,8 +689,11 @@ struct fuzz_round {
                     }
                     if (staged) {
                         CHECK_EQ(id, e);
-                    } else if (failed.count(e) == 0 && !warm) {
+                    } else if (failed.count(e) == 0 && !is_loose()) {
                         CHECK_EQ(id, model.layers[i]->pool.peek(e));
+                    }
+                    if (!guess_memory.empty() && std::find(order.begin(), order.end(), id) != order.end()) {
+                        continue; // may be on its way from an entry; it was seen when it was taken
                     }
                     if (failed.count(e)) {
                         CHECK(late || experts.is_zero(i, staged, id)); // late: only what is missing of it
@@ -743,7 +778,22 @@ static void run_round(uint64_t seed) {
     round.midway_percent = rnd.percent(50) ? 0 : 20;
     round.skewed        = rnd.percent(60);
     round.warm          = rnd.percent(35);
-    if (round.warm) {
+    const auto room_for = [&](const layer_desc & d) {
+        uint64_t n = 0;
+        for (const expert_part & p : d.parts) {
+            n += (p.expert_bytes + 63) / 64 * 64;
+        }
+        return n;
+    };
+    uint64_t entry_bytes = 0;
+    uint64_t all_bytes   = 0;
+    for (const layer_desc & d : round.experts.layers) {
+        entry_bytes = std::max(entry_bytes, room_for(d));
+        all_bytes  += room_for(d) * d.n_expert;
+    }
+    round.ram_memory.resize(rnd.percent(60) ? 0 : rnd.between(1, rnd.percent(50) ? all_bytes : all_bytes / 8 + 1));
+    round.guess_memory.resize(rnd.percent(60) ? 0 : rnd.between(1, 8) * entry_bytes);
+    if (round.is_fixed()) {
         round.slot_percent   = 0;
         round.midway_percent = 0;
     }
@@ -755,7 +805,7 @@ static void run_round(uint64_t seed) {
     source->short_percent = rnd.percent(50) ? 0 : 30;
     source->eintr_percent = rnd.percent(50) ? 0 : 10;
     round.n_ring          = rnd.percent(70) ? 0 : (int32_t) rnd.between(2, 12);
-    source->sick_percent  = align == 1 && !round.warm && round.n_ring == 0 && rnd.percent(20) ? 5 : 0;
+    source->sick_percent  = align == 1 && !round.is_fixed() && round.n_ring == 0 && rnd.percent(20) ? 5 : 0;
     const uint64_t chunk  = align == 1 ? rnd.between(50, 2000) : align * rnd.between(1, 4);
     auto io = std::make_unique<reader>(std::move(source), (int32_t) rnd.between(1, 3), chunk, true, (int32_t) rnd.between(1, 4));
 
@@ -775,10 +825,17 @@ static void run_round(uint64_t seed) {
         opt.staging = round.ring_memory.data();
         opt.n_ring  = round.n_ring;
     }
+    opt.ram         = round.ram_memory.empty() ? nullptr : round.ram_memory.data();
+    opt.ram_bytes   = round.ram_memory.size();
+    opt.guesses     = round.guess_memory.empty() ? nullptr : round.guess_memory.data();
+    opt.guess_bytes = entry_bytes;
+    opt.n_guess     = (int32_t) (round.guess_memory.size() / entry_bytes);
     round.s = std::make_unique<stream>(opt, round.experts.layers, std::move(io));
 
-    if (round.warm) {
+    if (round.is_fixed()) {
         round.choose_faults(rnd);
+    }
+    if (round.warm) {
         round.s->start_warm();
         maybe_sleep(rnd, 50, 500);
     }
@@ -806,7 +863,11 @@ static void run_round(uint64_t seed) {
             n_warm_total += (int64_t) l->warm_filled;
         }
     }
-    round.model.compare(round.s->stats(), round.warm);
+    round.compare();
+    for (const auto & l : round.s->stats().layers) {
+        n_ram_total   += (int64_t) l->ram_hits;
+        n_guess_total += (int64_t) l->guess_hits;
+    }
     if (rnd.percent(50)) {
         round.s.reset(); // while the last copies are on their way
     }
@@ -817,7 +878,7 @@ int main(int argc, char ** argv) {
         std::ostringstream o;
         o << ", " << n_graphs_total << " graphs (" << n_failed_total << " with errors), " << n_staged_total << " layers staged ("
           << n_ahead_total << " read ahead), " << n_late_total << " taken in parts, " << n_ring_total << " through a ring, " << n_router_total << " bad routers, " << n_lost_total << " lost reads, " << n_slot_total
-          << " changed slots, " << n_warm_total << " warm fills";
+          << " changed slots, " << n_warm_total << " warm fills, " << n_ram_total << " RAM hits, " << n_guess_total << " right guesses";
         return o.str();
     });
 }

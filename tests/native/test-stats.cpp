@@ -152,6 +152,12 @@ const std::vector<std::pair<std::string, std::atomic<uint64_t> layer_stats::*>> 
         { "stall_us",     &layer_stats::stall_us },
         { "warm_filled",  &layer_stats::warm_filled },
         { "warm_bytes",   &layer_stats::warm_bytes },
+        { "ram_hits",       &layer_stats::ram_hits },
+        { "bytes_from_ram", &layer_stats::bytes_from_ram },
+        { "bytes_to_ram",   &layer_stats::bytes_to_ram },
+        { "guesses",        &layer_stats::guesses },
+        { "guess_hits",     &layer_stats::guess_hits },
+        { "guess_wasted_bytes", &layer_stats::guess_wasted_bytes },
     };
     return all;
 }
@@ -273,14 +279,14 @@ TEST(totals_are_sums_of_the_layers) {
 
 TEST(memory_total_is_the_sum) {
     stream_report r;
-    r.memory = { 1, 20, 300, 4000, 50000, 600000 };
+    r.memory = { 1, 20, 300, 4000, 50000, 600000, 7000000, 80000000 };
     const json_value m = parse(stats_json(r, {})).at("memory");
     uint64_t sum = 0;
     for (const std::string & key : m.keys) {
         sum += key == "total_bytes" ? 0 : m.at(key).number();
     }
-    CHECK_EQ(m.keys.size(), 7u);
-    CHECK_EQ(sum, 654321u);
+    CHECK_EQ(m.keys.size(), 9u);
+    CHECK_EQ(sum, 87654321u);
     CHECK_EQ(m.at("total_bytes").number(), sum);
 }
 
@@ -306,7 +312,7 @@ TEST(prometheus_lines_parse) {
     stream_stats s;
     fill_in(s, 3);
     stream_report r;
-    r.memory = { 1, 20, 300, 4000, 50000, 600000 };
+    r.memory = { 1, 20, 300, 4000, 50000, 600000, 7000000, 80000000 };
     const std::string text = stats_prometheus(r, s);
     CHECK(!text.empty() && text.back() == '\n');
 
@@ -334,12 +340,12 @@ TEST(prometheus_lines_parse) {
             CHECK(samples.insert({ m[1].str() + m[2].str(), std::stoull(m[3]) }).second);
         }
     }
-    CHECK_EQ(samples.size(), 9 * 3 + 2 * 3 + 3 + 6u);
+    CHECK_EQ(samples.size(), 15 * 3 + 2 * 3 + 3 + 8u);
     for (const auto & l : s.layers) {
         const std::string label = "{layer=\"" + std::to_string(l->layer) + "\"}";
         for (const auto & c : counters()) {
-            const bool plain = c.first.find("bytes") != std::string::npos || c.first == "stall_us" || c.first == "warm_filled";
-            const std::string prefix = plain ? "" : "expert_";
+            const bool of_experts = c.first == "hits" || c.first == "misses" || c.first == "evictions";
+            const std::string prefix = of_experts ? "expert_" : "";
             CHECK_EQ(samples.at("moestream_" + prefix + c.first + "_total" + label), ((*l).*c.second).load());
         }
         CHECK_EQ(samples.at("moestream_slots" + label), (uint64_t) l->n_slot);
@@ -348,7 +354,7 @@ TEST(prometheus_lines_parse) {
     CHECK_EQ(samples.at("moestream_tokens_decode_total"), 11u);
     CHECK_EQ(samples.at("moestream_tokens_prefill_total"), 22u);
     CHECK_EQ(samples.at("moestream_read_errors_total"), 33u);
-    CHECK_EQ(samples.at("moestream_memory_bytes{use=\"kv\"}"), 50000u);
+    CHECK_EQ(samples.at("moestream_memory_bytes{use=\"kv\"}"), 7000000u);
 }
 
 int main(int argc, char ** argv) { return run_tests(argc, argv); }
