@@ -19,30 +19,32 @@ def _nearest_existing(path: Path) -> Path:
     return path
 
 
-def disk_full(path: Path, doing: str) -> MoestreamError:
+def disk_full(path: Path, doing: str, elsewhere: str = "set MOESTREAM_HOME to another disk") -> MoestreamError:
     """The error for a disk that filled up while ``doing`` something at ``path``."""
     return MoestreamError(
         f"the disk that holds {path} is full (while {doing})",
-        hint=f"free some space (df -h {_nearest_existing(path)}) and run it again, or set MOESTREAM_HOME to another disk",
+        hint=f"free some space (df -h {_nearest_existing(path)}) and run it again, or {elsewhere}",
     )
 
 
-def require_free(path: Path, need_bytes: int, doing: str) -> None:
+def require_free(
+    path: Path, need_bytes: int, doing: str, elsewhere: str = "set MOESTREAM_HOME to a folder on another disk"
+) -> None:
     """Raise MoestreamError when the disk of ``path`` has less than ``need_bytes`` free."""
     free_bytes = shutil.disk_usage(_nearest_existing(path)).free
     if free_bytes < need_bytes:
         raise MoestreamError(
             f"{doing} needs about {need_bytes // MIB} MiB at {path}, and {free_bytes // MIB} MiB are free",
-            hint="free some space, or set MOESTREAM_HOME to a folder on another disk",
+            hint=f"free some space, or {elsewhere}",
         )
 
 
 @contextlib.contextmanager
-def full_disk_reported(path: Path, doing: str) -> Iterator[None]:
+def full_disk_reported(path: Path, doing: str, elsewhere: str = "set MOESTREAM_HOME to another disk") -> Iterator[None]:
     """Turn ENOSPC and EDQUOT inside the block into a MoestreamError."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise disk_full(path, doing) from error
+            raise disk_full(path, doing, elsewhere) from error
         raise
