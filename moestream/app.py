@@ -25,6 +25,9 @@ from moestream.result import Result, emit
 COMMANDS: tuple[str, ...] = (
     "build",
     "engines",
+    "pull",
+    "list",
+    "rm",
     "start",
     "stop",
     "status",

@@ -97,7 +97,7 @@ def _base(xdg_variable: str, default: str, name_below_home: str) -> Path:
 
 
 def data_dir() -> Path:
-    """What is expensive to make again: built engines, and sources when installed."""
+    """What is expensive to make again: built engines, models, and sources when installed."""
     return _base("XDG_DATA_HOME", ".local/share", "data")
 
 
@@ -114,6 +114,11 @@ def state_dir() -> Path:
 def engines_dir() -> Path:
     """One folder below it for each built engine, named by its id."""
     return data_dir() / "engines"
+
+
+def models_dir() -> Path:
+    """Models that ``moestream pull`` has downloaded, in folders OWNER/REPO."""
+    return data_dir() / "models"
 
 
 def downloads_dir() -> Path:

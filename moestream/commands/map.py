@@ -14,6 +14,7 @@ from moestream.commands.start import Policy
 from moestream.commands.trace import check_fingerprint, parse_list, text_table
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
+from moestream.models.store import locate
 from moestream.result import Result
 from moestream.routing import budget as budgets
 from moestream.routing import maps
@@ -90,7 +91,7 @@ def make(
     budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for all slots, as 4GiB: also choose slots for each layer.")
     ] = None,
-    model: Annotated[Path | None, typer.Option("--model", "-m", metavar="FILE|DIR", help="Needed for --budget.")] = None,
+    model: Annotated[Path | None, typer.Option("--model", "-m", metavar="FILE|DIR|NAME", help="Needed for --budget.")] = None,
     policy: Annotated[
         Policy | None, typer.Option(help="Policy that the slots of --budget are chosen for.", show_default="lru")
     ] = None,
@@ -108,7 +109,7 @@ def make(
     maps.check_replaceable(out)
     recorded = [traces.read(file) for file in files]
     router_map = maps.from_traces(recorded)
-    facts = gguf_facts.read(model) if model is not None else None
+    facts = gguf_facts.read(locate(model)) if model is not None else None
     if facts is not None:
         check_fingerprint(facts, files[0], router_map.model, ((m.layer, m.n_expert) for m in router_map.layers))
     data: dict[str, Any] = {"map": str(out), "model": router_map.model.as_json(), "tokens": router_map.tokens}

@@ -15,6 +15,7 @@ import typer
 from moestream import gguf_facts, paths
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
+from moestream.models.store import locate
 from moestream.result import Result
 from moestream.server import address, report
 from moestream.server.arguments import (
@@ -336,7 +337,10 @@ def detach(plan: ServerPlan) -> Generator[Result, None, None]:
 
 def start(
     model: Annotated[
-        Path, typer.Option("--model", "-m", metavar="FILE|DIR", help="GGUF file, any shard, or a directory with one.")
+        Path,
+        typer.Option(
+            "--model", "-m", metavar="FILE|DIR|NAME", help="GGUF file, any shard, a directory with one, or a pulled model."
+        ),
     ],
     slots: Annotated[
         str, typer.Option(metavar="N|auto|all|map|off", help="Expert slots in each MoE layer; off: no streaming.")
@@ -381,7 +385,7 @@ def start(
 ) -> Generator[Result, None, None]:
     """Serve a model, experts left on disk, through an OpenAI-compatible server."""
     settings = ServerSettings(
-        model=model, slots=parse_slots(slots), ctx=ctx, host=host, port=port, parallel=parallel,
+        model=locate(model), slots=parse_slots(slots), ctx=ctx, host=host, port=port, parallel=parallel,
         io_threads=io_threads, io=io and io.value, policy=policy and policy.value,
         overlap=overlap and overlap.value, map=map_ and check_map(map_), map_pin=map_pin, warm=warm, extra=tuple(extra or ()),
     )  # fmt: skip

@@ -19,6 +19,7 @@ from moestream import gguf_facts, paths
 from moestream.commands.start import DEFAULT_CTX_TOKENS, check_model
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
+from moestream.models.store import locate
 from moestream.result import Result
 from moestream.routing import files
 from moestream.routing import replay as replaying
@@ -81,7 +82,9 @@ def parse_list(flag: str, text: str) -> list[int]:
 
 
 def record(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="GGUF file, any shard, or a directory with one.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="GGUF file, any shard, a directory with one, or a pulled model.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The trace; one that is there is replaced.")],
     slots: Annotated[str, typer.Option(metavar="N|auto|all", help="Expert slots; they do not change what is chosen.")] = "auto",
     prompt: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to go on from.")] = None,
@@ -113,7 +116,7 @@ def record(
     if slots == "off":
         raise MoestreamError("--slots off: without streaming nothing is recorded", hint="--slots auto")
     traces.check_replaceable(out)
-    facts = gguf_facts.read(model)
+    facts = gguf_facts.read(locate(model))
     if not facts.is_moe:
         raise MoestreamError(
             f"{facts.files[0].name} ({facts.architecture}) is not a mixture-of-experts model: there is nothing to record",
@@ -263,7 +266,7 @@ def replay(
         str | None,
         typer.Option(metavar="NAME,…", help="Policies of the engine, or opt, the optimum.", show_default="all"),
     ] = None,
-    model: Annotated[Path | None, typer.Option("--model", "-m", metavar="FILE|DIR", help="For bytes a token.")] = None,
+    model: Annotated[Path | None, typer.Option("--model", "-m", metavar="FILE|DIR|NAME", help="For bytes a token.")] = None,
     bandwidth: Annotated[
         float | None, typer.Option(metavar="MB/S", help="What the drive reads in a second, in millions of bytes.")
     ] = None,
@@ -283,7 +286,7 @@ def replay(
             hint="give all three, or none of the last two",
         )
     trace = traces.read(file)
-    facts = gguf_facts.read(model) if model is not None else None
+    facts = gguf_facts.read(locate(model)) if model is not None else None
     if facts is not None:
         check_fingerprint(facts, file, trace.model, ((layer.layer, layer.n_expert) for layer in trace.layers))
     n_max = max(layer.n_expert for layer in trace.layers)
