@@ -150,7 +150,11 @@ class Hub:
             ) from error
         except errors.OfflineModeIsEnabled as error:
             raise MoestreamError("HF_HUB_OFFLINE is set: nothing can be downloaded", hint="unset it") from error
+        except UnicodeEncodeError as error:
+            raise _bad_token() from error
         except errors.HTTPError as error:  # the client's own: no connection, a connection lost, too many redirects
+            if "Illegal header value" in str(error):  # and the value, which nobody is to see
+                raise _bad_token() from None
             said = printable(" ".join(str(error).split())) or type(error).__name__
             raise MoestreamError(
                 f"cannot download {what} from {self.endpoint}: {said}",
@@ -168,3 +172,9 @@ class Hub:
                 f"{self.endpoint} ended {what} before its end, or sent more than it",
                 hint=again,
             ) from error
+
+
+def _bad_token() -> MoestreamError:
+    return MoestreamError(
+        "the token for the hub has characters that no request can carry", hint="check HF_TOKEN, or run: hf auth login"
+    )

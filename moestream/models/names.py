@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moestream.errors import MoestreamError
@@ -153,7 +153,9 @@ def matching(label: str, models: Sequence[Candidate]) -> list[Candidate]:
     return []
 
 
-def choose(reference: Reference, models: Sequence[Candidate], size_bytes: Mapping[str, int], shown_size=str) -> Candidate:
+def choose(
+    reference: Reference, models: Sequence[Candidate], size_bytes: Mapping[str, int], shown_size: Callable[[int], str] = str
+) -> Candidate:
     """The model that a reference names, or without a label the only one, or the first there is of ``PREFERRED``.
 
     Args:

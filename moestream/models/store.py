@@ -115,7 +115,9 @@ class PulledModel:
             model.folder,
             *(v for f in files for v in (f.path, f.digest)),
         )
-        if not all(isinstance(value, str) for value in strings) or not all(type(file.size_bytes) is int for file in files):
+        if not all(isinstance(value, str) for value in strings) or not all(
+            type(file.size_bytes) is int and type(file.made) is bool for file in files
+        ):
             raise ValueError("incomplete record")
         if (
             not files

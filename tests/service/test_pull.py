@@ -532,6 +532,48 @@ def test_a_newer_version(cli: Cli, hub: FakeHub, models: Path) -> None:
     assert len(files_below(models)) == 2
 
 
+def test_a_newer_version_while_the_older_one_comes(cli: Cli, hub: FakeHub, models: Path) -> None:
+    """Their bytes never mix, and what came of the older one is thrown away."""
+    repo = hub.repos["org/tiny-GGUF"]
+    repo.gone = {FILE}
+    assert cli("pull", "hf:org/tiny-GGUF").returncode == 1
+    (part,) = models.rglob("*.incomplete")
+    part.write_bytes(MODEL[:100])
+    hub.repos["org/tiny-GGUF"] = Repo({FILE: MODEL + b"\0" * 32}, commit="f" * 40)
+    assert cli("pull", "hf:org/tiny-GGUF").returncode == 0
+    assert hub.ranges() == [None]
+    assert not list(models.rglob("*.incomplete")) and len(files_below(models)) == 2
+
+
+def test_a_newer_version_with_fewer_files(cli: Cli, hub: FakeHub, models: Path, tmp_path: Path) -> None:
+    hub.repos["org/big"] = Repo(shards(tmp_path / "shards"))
+    assert cli("pull", "hf:org/big").returncode == 0
+    hub.repos["org/big"] = Repo({"big-UD-Q4_K_XL.gguf": MODEL}, commit="f" * 40)
+    assert cli("pull", "hf:org/big").returncode == 0
+    assert [p.name for p in models.rglob("*.gguf")] == ["big-UD-Q4_K_XL.gguf"]
+    assert [(m["state"], m["shards"]) for m in listed(cli)] == [("complete", 1)]
+
+
+def test_a_pull_that_died_before_its_last_step(cli: Cli, hub: FakeHub, models: Path) -> None:
+    """The file has its name already, the record does not say so yet: it is checked and taken, and is pull's own."""
+    assert cli("pull", "hf:org/tiny-GGUF").returncode == 0
+    (record,) = models.rglob("*.json")
+    record.rename(record.with_suffix(".pending.json"))
+    assert listed(cli)[0]["state"] == "partial"
+    assert cli("pull", "hf:org/tiny-GGUF").returncode == 0
+    assert hub.ranges() == [None] and listed(cli)[0]["state"] == "complete"
+    assert json.loads(cli("rm", "--yes", NAME, "--json").stdout)["freed_bytes"] == len(MODEL)
+
+
+@pytest.mark.parametrize("token", ["hf_sesame\0", "hf_sesameü"])
+def test_a_token_that_no_request_can_carry(cli: Cli, hub: FakeHub, token: str, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir(exist_ok=True)
+    (tmp_path / "hf" / "token").write_text(token, encoding="utf-8")
+    done = cli("pull", "hf:org/tiny-GGUF")
+    assert done.returncode == 1 and "sesame" not in done.stderr
+    assert "error: the token for the hub has characters that no request can carry\nhint: check HF_TOKEN" in done.stderr
+
+
 def test_pieces_of_a_file_that_is_too_large_for_one_answer(
     apply: Callable[[], None], hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_record_is_read_back(store: ModelStore) -> None:
         {"files": [{"path": "/etc/passwd", "size_bytes": 1, "digest": "sha256:ab"}]},
         {"files": [{"path": "m", "size_bytes": "1", "digest": "sha256:ab"}]},
         {"files": [{"path": "m", "size_bytes": 1, "digest": "sha256:../x"}]},
+        {"files": [{"path": "m", "size_bytes": 1, "digest": "sha256:ab", "made": "no"}]},
         {"folder": "relative"},
         {"folder": 1},
         {"repo_id": "../.."},
