@@ -69,6 +69,7 @@ def demo(model: Path | None, slots: str | None, port: int, once: bool) -> None:
         model=model or paths.demo_model(),
         slots=parse_slots(slots or ("auto" if model else DEMO_SLOTS), ("auto", "all", "off")),  # there is no router map here
         port=port,
+        kept_map=False,  # the same from one time to the next
     )
     plan = make_plan(settings)
     serving = serve(plan)

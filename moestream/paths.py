@@ -121,6 +121,11 @@ def models_dir() -> Path:
     return data_dir() / "models"
 
 
+def maps_dir() -> Path:
+    """One router map below it for each model that was served, named by its fingerprint."""
+    return data_dir() / "maps"
+
+
 def downloads_dir() -> Path:
     return cache_dir() / "downloads"
 

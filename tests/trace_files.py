@@ -19,8 +19,9 @@ def trace_bytes(records: Sequence[Record] = (), header: Any = HEADER, version: i
     """``records``: (index of the layer, the experts of each token)."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     out = b"MOETRACE" + struct.pack("<II", version, len(text)) + text
+    layers = header["layers"] if isinstance(header, dict) else HEADER["layers"]
     for index, tokens in records:
-        wide = index == 1
+        wide = index < len(layers) and layers[index]["n_expert"] > 256
         ids = [e for token in tokens for e in token]
         out += struct.pack("<HHI", index, len(tokens[0]), len(tokens)) + struct.pack(f"<{len(ids)}{'H' if wide else 'B'}", *ids)
     return out

@@ -17,10 +17,12 @@ from moestream.gguf_facts import GgufFacts
 from moestream.models.store import locate
 from moestream.result import Result
 from moestream.routing import budget as budgets
-from moestream.routing import maps
+from moestream.routing import kept, maps
 from moestream.routing import replay as replaying
 from moestream.routing import trace as traces
-from moestream.server import report
+from moestream.routing.fingerprint import fingerprint
+from moestream.server import learning, report
+from moestream.server.records import RecordStore
 
 HELP = "Router maps: which experts are chosen most, made of traces."
 _UNITS = {
@@ -235,4 +237,25 @@ def validate(
     return Result("map-validate", data, text_table(table))
 
 
-SUBCOMMANDS = {"make": make, "show": show, "diff": diff, "validate": validate}
+def forget(
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", metavar="FILE|DIR", help="The model whose map is to be forgotten.")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="The maps of all models.")] = False,
+) -> Result:
+    """Remove the map that moestream start keeps of a model, and what was recorded for it."""
+    if (model is None) != all_:
+        what = "--model and --all exclude each other" if all_ else "a model is needed"
+        raise MoestreamError(what, hint="moestream map forget --model FILE, or --all")
+    own = fingerprint(gguf_facts.read(model)) if model is not None else None
+    store = RecordStore()
+    for port in store.ports_with_traces():
+        store.put_aside_trace(port)
+    removed = [str(path) for path in kept.forget(own, store.recorded())]
+    running = [r for r in learning.recording(store) if own is None or learning.kept_path_of(r) == str(kept.path_of(own))]
+    lines = [f"removed {path}" for path in removed] or ["nothing was kept"]
+    lines += [f"the server on port {r.port} goes on recording, and adds to a new map when it ends" for r in running]
+    return Result("map-forget", {"removed": removed, "recording_ports": [r.port for r in running]}, "\n".join(lines))
+
+
+SUBCOMMANDS = {"make": make, "show": show, "diff": diff, "validate": validate, "forget": forget}

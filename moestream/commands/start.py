@@ -17,7 +17,7 @@ from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
 from moestream.models.store import locate
 from moestream.result import Result
-from moestream.server import address, report
+from moestream.server import address, learning, report
 from moestream.server.arguments import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -106,6 +106,28 @@ def check_model(facts: GgufFacts, slots: str) -> None:
         )
 
 
+def check_top_k(facts: GgufFacts, slots: str, top_k: int | None) -> None:
+    """Refuse more pinned experts than leave a token its slots, where the header tells; with ``auto`` and ``map`` the engine does.
+
+    Raises:
+        MoestreamError: names both numbers.
+    """
+    if not top_k or not (slots == "all" or slots.isdigit()):
+        return
+    for layer in facts.moe_layers:
+        n_expert = facts.layer_tensors(layer)[0].n_expert
+        n_slot = n_expert if slots == "all" else min(int(slots), n_expert)
+        most = n_slot - facts.n_expert_used
+        if top_k > most:
+            more = "" if n_slot == n_expert else f"--slots {facts.n_expert_used + top_k}"
+            fewer = f"--router-top-k {most}" if most > 0 else ""
+            raise MoestreamError(
+                f"--router-top-k {top_k} is too many: layer {layer} has {n_slot} slots, and a token of {facts.files[0].name} "
+                f"uses {facts.n_expert_used} experts",
+                hint=" or less, or ".join(filter(None, [fewer, more])) or "leave it out to pin none",
+            )
+
+
 def _api_key(extra: tuple[str, ...]) -> str | None:
     """The key with which to ask the server, found as llama-server finds it."""
     keys = value_after(extra, "--api-key") or os.environ.get("LLAMA_API_KEY", "")
@@ -146,6 +168,8 @@ def make_plan(
         _check_environment()
     facts = gguf_facts.read(settings.model)
     check_model(facts, settings.slots)
+    check_top_k(facts, settings.slots, settings.router_top_k)
+    learning.wishes(settings, os.environ)
     store = RecordStore()
     port = settings.port or address.free_port(settings.host)
     _check_address(store, settings.host, port)
@@ -159,6 +183,10 @@ def make_plan(
         _given(extra, "--ssl-cert-file", "LLAMA_ARG_SSL_CERT_FILE")
     )
     prefix = _given(extra, "--api-prefix", "LLAMA_ARG_API_PREFIX")
+    api_key = _api_key(extra)
+    kept, said = learning.plan_for(settings, facts, store, os.environ)
+    for line in said:
+        notice(line)
     return ServerPlan(
         argv=tuple(build_argv(paths.absolute(engine.tool("llama-server")), ready)),
         host=settings.host,
@@ -171,8 +199,10 @@ def make_plan(
         log_path=str(store.log_path(port)),
         n_ctx_train=facts.n_ctx_train,
         detached=detached,
-        api_key=_api_key(extra),
+        api_key=api_key,
         ready_timeout_s=ready_timeout_s,
+        map_path=None if settings.map is None else str(settings.map),
+        learning=kept,
     )
 
 
@@ -233,6 +263,7 @@ def ready_result(plan: ServerPlan, facts: ReadyFacts, *, elapsed_s: float, super
         "streaming": stats.streaming if stats.available else None,
         "stats": stats.raw,
         "stats_unavailable": stats.reason or None,
+        "kept_map": learning.as_json(plan.learning, plan.argv),
         "argv": _without_key(plan.argv),
         "stop_command": stop,
     }
@@ -244,11 +275,23 @@ def ready_result(plan: ServerPlan, facts: ReadyFacts, *, elapsed_s: float, super
         ("slots", report.slots_line(stats, requested=plan.slots, sleeping=props.get("is_sleeping") is True)),
         ("memory", report.memory_line(stats)),
         ("kernels", report.kernels_line(stats)),
+        ("map", _map_line(plan)),
         ("context", _context_line(plan, n_ctx, parallel)),
         ("log", plan.log_path),
         ("stop", stop if plan.detached else f"Ctrl-C, or {stop}"),
     ]
     return Result("start", data, f"ready after {elapsed_s:.1f} s\n" + report.table(rows))
+
+
+def _map_line(plan: ServerPlan) -> str | None:
+    """The router map in force, and whether it goes on growing."""
+    kept = learning.as_json(plan.learning, plan.argv)
+    if kept is None:
+        return plan.map_path
+    text = f"{kept['path']}, of {kept['tokens']} tokens" if kept["used"] else plan.map_path
+    if not kept["learning"]:
+        return text
+    return f"{text}; learning" if text else f"none yet, learning for the next start: {kept['path']}"
 
 
 def _context_line(plan: ServerPlan, n_ctx: int | None, parallel: int | None) -> str | None:
@@ -291,7 +334,7 @@ def serve(plan: ServerPlan) -> Generator[Result, None, None]:
                 facts = ask_ready_facts(plan)
                 elapsed_s = time.monotonic() - started
                 _warn_if_open(plan)
-                yield ready_result(plan, facts, elapsed_s=elapsed_s, supervisor_pid=os.getpid())
+                yield ready_result(supervisor.plan, facts, elapsed_s=elapsed_s, supervisor_pid=os.getpid())
                 snapshot = supervisor.wait_exit()
         finally:
             # Not in the generator's hands alone: a failing print above must not leave the server running.
@@ -324,7 +367,7 @@ def detach(plan: ServerPlan) -> Generator[Result, None, None]:
     ):
         while not detached.wait(0.2):
             show()
-    detached.check()
+    plan = detached.check()
     try:
         facts = ask_ready_facts(plan)
         _warn_if_open(plan)
@@ -364,10 +407,24 @@ def start(
     policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
     overlap: Annotated[Switch | None, typer.Option(help="Compute with what is there while experts are read.")] = None,
     map_: Annotated[
-        Path | None, typer.Option("--map", metavar="FILE", help="The model's router map: which experts are used most.")
+        Path | None, typer.Option("--map", metavar="FILE", help="A router map of yours, instead of the one that is kept.")
     ] = None,
-    map_pin: Annotated[
-        int | None, typer.Option(metavar="N", help="Experts of the map in each layer that never leave their slot.")
+    kept_map: Annotated[
+        bool | None,
+        typer.Option(
+            "--kept-map/--no-map",
+            help="Start with the router map that is kept of the model, or without one and record nothing.",
+            show_default="with it, unless --map is given",
+        ),
+    ] = None,
+    learn: Annotated[
+        Switch | None,
+        typer.Option(
+            help="Record which experts are chosen, for the kept map. Default: on, unless --map or --no-map is given.",
+        ),
+    ] = None,
+    router_top_k: Annotated[
+        int | None, typer.Option(metavar="K", help="Pin the K most used experts of --map in each layer to their slots.")
     ] = None,
     warm: Annotated[
         str | None,
@@ -387,7 +444,8 @@ def start(
     settings = ServerSettings(
         model=locate(model), slots=parse_slots(slots), ctx=ctx, host=host, port=port, parallel=parallel,
         io_threads=io_threads, io=io and io.value, policy=policy and policy.value,
-        overlap=overlap and overlap.value, map=map_ and check_map(map_), map_pin=map_pin, warm=warm, extra=tuple(extra or ()),
+        overlap=overlap and overlap.value, map=map_ and check_map(map_), kept_map=kept_map, learn=learn and learn.value,
+        router_top_k=router_top_k, warm=warm, extra=tuple(extra or ()),
     )  # fmt: skip
     plan = make_plan(settings, backend=backend, detached=detach_, ready_timeout_s=ready_timeout)
     if detach_:

@@ -30,7 +30,7 @@ _OWNED: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("--moe-policy",), "--policy"),
     (("--moe-overlap",), "--overlap"),
     (("--moe-map",), "--map"),
-    (("--moe-map-pin",), "--map-pin"),
+    (("--moe-map-pin",), "--router-top-k"),
     (("--moe-warm",), "--warm"),
 )
 
@@ -55,7 +55,10 @@ class ServerSettings:
         policy: who is evicted: ``lru``, ``lfu`` or ``heat``.
         overlap: ``on`` or ``off``: whether a layer computes with what is there while experts are read.
         map: the model's router map.
-        map_pin: experts of each layer, the most used of the map, that never leave their slot.
+        kept_map: whether to start with the router map that is kept of the model; None: unless another one is given. False: nothing is
+            recorded for it either.
+        learn: ``on`` or ``off``: whether what is chosen goes into the kept map; None: where that is the one to start with.
+        router_top_k: experts of each layer, the most used of the map, that never leave their slot.
         warm: seconds that start-up may wait for slots to be filled beforehand (0: they are filled in the background), or ``off``; None:
             ``DEFAULT_WARM`` where experts are streamed.
         extra: further arguments for llama-server, passed on as they are.
@@ -72,7 +75,9 @@ class ServerSettings:
     policy: str | None = None
     overlap: str | None = None
     map: Path | None = None
-    map_pin: int | None = None
+    kept_map: bool | None = None
+    learn: str | None = None
+    router_top_k: int | None = None
     warm: str | None = None
     extra: tuple[str, ...] = ()
 
@@ -134,18 +139,18 @@ def check_extra(extra: Sequence[str]) -> None:
             )
 
 
-def _streaming_flags(settings: ServerSettings) -> list[tuple[str, int | str]]:
-    """The flags that are given and mean something to streaming alone; the engine's are the same after ``--moe-``."""
+def _streaming_flags(settings: ServerSettings) -> list[tuple[str, str, int | str]]:
+    """The flags that are given and mean something to streaming alone: ours, the engine's, the value."""
     flags = (
-        ("--io-threads", settings.io_threads),
-        ("--io", settings.io),
-        ("--policy", settings.policy),
-        ("--overlap", settings.overlap),
-        ("--map", settings.map and str(settings.map)),
-        ("--map-pin", settings.map_pin),
-        ("--warm", settings.warm),
+        ("--io-threads", "--moe-io-threads", settings.io_threads),
+        ("--io", "--moe-io", settings.io),
+        ("--policy", "--moe-policy", settings.policy),
+        ("--overlap", "--moe-overlap", settings.overlap),
+        ("--map", "--moe-map", settings.map and str(settings.map)),
+        ("--router-top-k", "--moe-map-pin", settings.router_top_k),
+        ("--warm", "--moe-warm", settings.warm),
     )
-    return [(flag, value) for flag, value in flags if value is not None]
+    return [(ours, engines, value) for ours, engines, value in flags if value is not None]
 
 
 def check_streaming_flags(settings: ServerSettings) -> None:
@@ -167,12 +172,18 @@ def check_streaming_flags(settings: ServerSettings) -> None:
             f"--warm {warm}: expected off, or a number of seconds up to {MAX_WARM_S}",
             hint="--warm 0 fills slots in the background and delays nothing",
         )
-    if settings.map_pin is not None and settings.map_pin < 0:
-        raise MoestreamError(f"--map-pin {settings.map_pin}: expected a number of experts", hint="leave it out to pin none")
-    if settings.map is None and (settings.map_pin or settings.slots == "map"):
-        what = f"--map-pin {settings.map_pin}" if settings.map_pin else "--slots map"
+    top_k = settings.router_top_k
+    if top_k is not None and top_k < 0:
+        raise MoestreamError(f"--router-top-k {top_k}: expected a number of experts", hint="leave it out to pin none")
+    if settings.map is not None and settings.kept_map is not None:
+        other = "--kept-map" if settings.kept_map else "--no-map"
+        raise MoestreamError(f"--map {settings.map} cannot be combined with {other}", hint="leave out one of them")
+    if settings.map is None and (top_k or settings.slots == "map"):
+        what = f"--router-top-k {top_k}" if top_k else "--slots map"
         raise MoestreamError(f"{what} needs a router map", hint="add --map FILE; moestream map make writes one")
-    given = _streaming_flags(settings)
+    given = [(flag, value) for flag, _, value in _streaming_flags(settings)]
+    if settings.learn == "on":
+        given.append(("--learn", "on"))
     if given and not settings.streaming:
         flags = ", ".join(f"{flag} {value}" for flag, value in given)
         raise MoestreamError(
@@ -196,8 +207,8 @@ def build_argv(server: Path, settings: ServerSettings) -> list[str]:
     argv = [str(server), "-m", str(settings.model)]
     if settings.streaming:
         argv += ["--moe-slots", settings.slots]
-        for ours, value in _streaming_flags(replace(settings, warm=settings.warm or DEFAULT_WARM)):
-            argv += [ours.replace("--", "--moe-"), str(value)]
+        for _, engines, value in _streaming_flags(replace(settings, warm=settings.warm or DEFAULT_WARM)):
+            argv += [engines, str(value)]
     argv += ["--metrics", "--host", settings.host, "--port", str(settings.port)]
     if settings.ctx is not None:
         argv += ["-c", str(settings.ctx)]

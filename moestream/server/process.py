@@ -196,8 +196,14 @@ class ServerProcess:
     def snapshot(self) -> Snapshot:
         return self._snapshot
 
-    def start(self) -> None:
-        """Fork the server. Returns at once; failures arrive as the state ``EXITED``."""
+    def start(self, argv: Sequence[str] | None = None) -> None:
+        """Fork the server. Returns at once; failures arrive as the state ``EXITED``.
+
+        Args:
+            argv: instead of that of the constructor.
+        """
+        if argv is not None:
+            self._argv = list(argv)
         self._thread.start()
 
     def request_stop(self) -> None:

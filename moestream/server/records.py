@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -26,6 +27,7 @@ from moestream import paths
 from moestream.errors import MoestreamError
 
 SCHEMA = "moestream/server-record/1"
+RECORDED = ".recorded"
 _BY_HAND = "look at it and remove it by hand"
 
 
@@ -248,6 +250,49 @@ class RecordStore:
 
     def log_path(self, port: int) -> Path:
         return self.folder / f"{port}.log"
+
+    def map_path(self, port: int) -> Path:
+        """The router map that a server was started with, where it is the kept one."""
+        return self.folder / f"{port}.map"
+
+    def trace_path(self, port: int) -> Path:
+        """What a server records while it runs."""
+        return self.folder / f"{port}.trace"
+
+    def recorded(self) -> list[Path]:
+        """Traces that are complete and were not added to a kept map yet, the oldest first."""
+        return sorted((p for p in self.folder.glob(f"*{RECORDED}") if p.is_file()), key=lambda path: path.name)
+
+    def ports_with_traces(self) -> list[int]:
+        found = (p for p in self.folder.glob("*.trace") if p.stem.isascii() and p.stem.isdigit())
+        return sorted(int(p.stem) for p in found if p.is_file())
+
+    def put_aside_trace(self, port: int, *, ours: bool = False) -> Path | None:
+        """Give the trace of a server that has ended a name of its own, so that the next one on its port begins another.
+
+        Args:
+            ours: whether the caller is the supervisor of that server, which still counts as running. Else the trace of a server that
+                runs is left alone: its record was there before the trace.
+
+        Returns:
+            the new path; None where there is nothing to put aside.
+
+        Raises:
+            MoestreamError: the folder cannot be written.
+        """
+        path = self.trace_path(port)
+        with self._locked(), _state_errors(path):
+            if not ours:
+                record = self.read(port)
+                if isinstance(record, ServerRecord) and record.alive:
+                    return None
+                _unlink(self.map_path(port))
+            aside = self.folder / f"{time.time_ns()}-{port}{RECORDED}"
+            try:
+                os.replace(path, aside)
+            except FileNotFoundError:
+                return None
+            return aside
 
     def _wanted_path(self, port: int) -> Path:
         return self.folder / f"{port}.stop"

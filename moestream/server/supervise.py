@@ -26,8 +26,9 @@ from typing import Any
 import psutil
 
 from moestream.errors import MoestreamError
-from moestream.server import address
+from moestream.server import address, learning
 from moestream.server.client import ServerClient, Stats
+from moestream.server.learning import Learning
 from moestream.server.process import STOP_AGAIN_S, Cause, Exit, Outcome, ServerProcess, Snapshot, State
 from moestream.server.records import ProcessMark, RecordStore, ServerRecord, fresh_log, tail
 
@@ -57,6 +58,8 @@ class ServerPlan:
     ready_timeout_s: float = 900.0
     stop_grace_s: float = STOP_GRACE_S
     guard: str | None = None
+    map_path: str | None = None
+    learning: Learning | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -64,7 +67,8 @@ class ServerPlan:
     @classmethod
     def from_json(cls, text: str) -> ServerPlan:
         raw = json.loads(text)
-        return cls(**{**raw, "argv": tuple(raw["argv"])})
+        learning = Learning(**raw["learning"]) if raw["learning"] else None
+        return cls(**{**raw, "argv": tuple(raw["argv"]), "learning": learning})
 
     def client(self, timeout_s: float = 2.0) -> ServerClient:
         return ServerClient(self.url, api_key=self.api_key, timeout_s=timeout_s)
@@ -79,6 +83,8 @@ class Supervisor:
         # Half a second: while a probe waits for a hung server, a death or a stop waits too.
         self._prober = plan.client(timeout_s=0.5)
         self._record: ServerRecord | None = None
+        self.said: list[str] = []  # what was told at the start
+        self._recorded: Path | None = None
         self.process = ServerProcess(
             plan.argv,
             log_path=Path(plan.log_path),
@@ -110,10 +116,21 @@ class Supervisor:
         except MoestreamError:
             self.store.remove(record)
             raise
+        if plan.learning is not None:
+            more, said = learning.begin(plan.learning, self.store, plan.port)
+            # Behind the program and its model, in front of what may be an argument without its value.
+            self.plan = plan = replace(plan, argv=(*plan.argv[:3], *more, *plan.argv[3:]))
+            record = replace(record, argv=plan.argv)
+            self._say(said)
         self._record = record
         # The last chance for an orderly stop: after atexit the interpreter freezes the process's thread.
         atexit.register(self.stop)
-        self.process.start()
+        self.process.start(plan.argv)
+
+    def _say(self, lines: list[str]) -> None:
+        self.said += lines
+        for line in lines:
+            notice(line)
 
     def stop(self) -> Snapshot:
         """Ask the server to end and wait until it has. Harmless when it already has."""
@@ -124,8 +141,11 @@ class Supervisor:
         return self.wait_exit()
 
     def wait_exit(self) -> Snapshot:
-        """Wait until the server has ended, for however long it runs."""
+        """Wait until the server has ended, for however long it runs, and keep what it has recorded."""
         snapshot = self.process.wait(lambda s: s.state is State.EXITED)
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            self._say(learning.take_in(recorded))
         atexit.unregister(self.stop)
         self._prober.close()
         return snapshot
@@ -147,6 +167,10 @@ class Supervisor:
             if snapshot.exit.cause is Cause.STOPPED:
                 changes["outcome"] = snapshot.exit.outcome.value
         self._record = replace(record, **changes)
+        if snapshot.exit is not None and self.plan.learning is not None:
+            # before the record goes, and another server may have the port
+            self._recorded, said = learning.end(self.plan.learning, self.store, self.plan.port)
+            self._say(said)
         try:
             died_unseen = snapshot.exit is not None and snapshot.exit.cause is not Cause.STOPPED and record.ready_s
             if snapshot.state is State.EXITED and not (self.plan.detached and died_unseen):
@@ -209,7 +233,8 @@ _REFUSAL = re.compile(
 def in_our_words(hint: str) -> str:
     """A hint of the engine with the flags of ``moestream start``: its own ones are refused after ``--``."""
     hint = hint.replace("leave out --moe-slots", "serve without streaming: --slots off").replace("(-c)", "(--ctx)")
-    return re.sub(r"--moe-(slots|io-threads|io|policy|overlap|map-pin|map|warm)(?![-\w])", r"--\1", hint)
+    hint = re.sub(r"--moe-map-pin(?![-\w])", "--router-top-k", hint)
+    return re.sub(r"--moe-(slots|io-threads|io|policy|overlap|map|warm)(?![-\w])", r"--\1", hint)
 
 
 # What llama-server prints when it gives up, and what to make of it.
@@ -351,13 +376,15 @@ class Detached:
         self._reader.join(timeout_s)
         return self._report is not None
 
-    def check(self) -> None:
-        """After it has reported.
+    def check(self) -> ServerPlan:
+        """After it has reported: the plan as it was carried out. What the supervisor had to say is said here.
 
         Raises:
             MoestreamError: the server ended, or could not be started.
         """
         report = self._report or {}
+        for line in report.get("said", ()):
+            notice(line)
         if "exit" in report:
             end = Exit(**{**report["exit"], "cause": Cause(report["exit"]["cause"])})
             if end.cause is Cause.STOPPED:
@@ -365,6 +392,7 @@ class Detached:
             raise end_error(self._plan, end, was_ready=False, after_s=time.monotonic() - self._started)
         if "error" in report:
             raise MoestreamError(report["error"], hint=report.get("hint"))
+        return replace(self._plan, argv=tuple(report["argv"]))
 
 
 def _import_path() -> str:
@@ -395,6 +423,8 @@ def _detached_main() -> None:
             os.dup2(log, 1)  # what goes wrong from here on must be found somewhere
             os.dup2(log, 2)
             os.close(log)
+            for line in supervisor.said:
+                notice(line)
         except MoestreamError as error:
             report({"error": error.message, "hint": error.hint})
             sys.exit(error.exit_code)
@@ -403,9 +433,9 @@ def _detached_main() -> None:
             raise
         snapshot = supervisor.process.wait(lambda s: s.settled)
         if snapshot.exit is not None:
-            report({"exit": {**asdict(snapshot.exit), "cause": snapshot.exit.cause.value}})
+            report({"exit": {**asdict(snapshot.exit), "cause": snapshot.exit.cause.value}, "said": supervisor.said})
             sys.exit(1)
-        report({"ready": True})
+        report({"ready": True, "argv": list(supervisor.plan.argv), "said": supervisor.said})
         snapshot = supervisor.wait_exit()
     assert snapshot.exit is not None
     if snapshot.exit.cause is not Cause.STOPPED:

@@ -77,7 +77,9 @@ def test_start(tmp_path: Path, given: str) -> None:
     model = {"folder": ODD_NAME, "third shard": f"{ODD_NAME}/{shards[2].name}", "link": "current.gguf"}[given]
     port = free_port()
     extra = ("--", "-t", "1", "--no-ui")
-    done = moestream("start", "--model", model, "--slots", "2", "--port", str(port), "--detach", "--json", *extra, cwd=tmp_path)
+    done = moestream(
+        "start", "--model", model, "--slots", "2", "--port", str(port), "--no-map", "--detach", "--json", *extra, cwd=tmp_path
+    )
     try:
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)

@@ -230,7 +230,19 @@ def test_random_damage(tmp_path: Path) -> None:
 def test_start_says_why(tmp_path: Path, name: str) -> None:
     model = tmp_path / "bad.gguf"
     model.write_bytes(CASES[name].write())
-    command = [sys.executable, "-m", "moestream.cli", "start", "--model", model, "--slots", "4", "--port", str(free_port())]
+    command = [
+        sys.executable,
+        "-m",
+        "moestream.cli",
+        "start",
+        "--model",
+        model,
+        "--slots",
+        "4",
+        "--no-map",
+        "--port",
+        str(free_port()),
+    ]
     env = environment({k: v for k, v in os.environ.items() if k == "MOESTREAM_HOME"})
     done = subprocess.run([*command, "--", "-t", "1"], capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 1

@@ -310,7 +310,19 @@ def test_experts_are_repacked_like_other_weights(tmp_path: Path, repack: bool) -
 ], ids=" ".join)  # fmt: skip
 def test_start_says_why(demo: Path, arguments: list[str]) -> None:
     message = next(said for given, said in COMBINATIONS.values() if given[2:] == arguments)
-    command = [sys.executable, "-m", "moestream.cli", "start", "--model", demo, "--slots", "8", "--port", str(free_port())]
+    command = [
+        sys.executable,
+        "-m",
+        "moestream.cli",
+        "start",
+        "--model",
+        demo,
+        "--slots",
+        "8",
+        "--no-map",
+        "--port",
+        str(free_port()),
+    ]
     env = environment({k: v for k, v in os.environ.items() if k == "MOESTREAM_HOME"})
     done = subprocess.run([*command, "--", *arguments], capture_output=True, text=True, env=env, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")

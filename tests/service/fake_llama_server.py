@@ -19,6 +19,7 @@ FAKE_LLAMA, separated by commas:
     no-stats          404 on /moe/stats, as stock llama-server
     streaming-off
     sleeps               has freed its model, as llama-server after --sleep-idle-seconds
+    records=PATH      writes this file's content where --moe-trace says, as a llama-server that has computed something
     needs-key=K       401 on everything but /health without this API key
 """
 
@@ -160,6 +161,9 @@ def main():
         for _ in range(int(FAULTS["prints-much"]) * 1024):
             print(line)
         sys.stdout.flush()
+    if "records" in FAULTS and value_of("--moe-trace"):
+        with open(FAULTS["records"], "rb") as source, open(value_of("--moe-trace"), "wb") as trace:
+            trace.write(source.read())
     if "dies-at-once" in FAULTS:
         log("llama_model_load: error: the tensor data is damaged")
         log("srv: exiting due to model loading error")

@@ -47,7 +47,8 @@ def test_foreground_reports_once_and_serves(home: Home) -> None:
     assert report["stats"]["slots"] == 8
     assert report["supervisor_pid"] == process.pid
     assert report["argv"][1:] == [
-        "-m", str(DEMO), "--moe-slots", "8", "--moe-warm", "0", "--metrics",
+        "-m", str(DEMO), "--moe-trace", str(home.folder / "state" / "servers" / f"{home.port}.trace"),
+        "--moe-trace-limit", "16", "--moe-slots", "8", "--moe-warm", "0", "--metrics",
         "--host", "127.0.0.1", "--port", str(home.port), "-c", "512", "-np", "2", "--alias", "x",
     ]  # fmt: skip
     answer = httpx.post(
@@ -447,13 +448,13 @@ def test_streaming_flags_without_streaming(home: Home) -> None:
 
 def test_a_router_map(home: Home, tmp_path: Path) -> None:
     gone = tmp_path / "none.json"
-    message = refused(home, "--model", str(DEMO), "--slots", "8", "--map", str(gone), "--map-pin", "2")
+    message = refused(home, "--model", str(DEMO), "--slots", "8", "--map", str(gone), "--router-top-k", "2")
     assert message.startswith(f"error: --map {gone}: no such file\nhint: ")
-    assert refused(home, "--model", str(DEMO), "--map-pin", "2").startswith(
-        "error: --map-pin 2 needs a router map\nhint: add --map FILE"
+    assert refused(home, "--model", str(DEMO), "--router-top-k", "2").startswith(
+        "error: --router-top-k 2 needs a router map\nhint: add --map FILE"
     )
     (tmp_path / "map.json").write_text("{}")
-    given = ("--map", os.path.relpath(tmp_path / "map.json"), "--map-pin", "2", "--warm", "9")
+    given = ("--map", os.path.relpath(tmp_path / "map.json"), "--router-top-k", "2", "--warm", "9")
     report = json.loads(home.run(*home.start_arguments("--detach", "--json", *given)).stdout)
     at = report["argv"].index("--moe-map")
     passed, *others = report["argv"][at + 1 : at + 6]

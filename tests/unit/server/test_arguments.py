@@ -24,7 +24,7 @@ def test_defaults() -> None:
 def test_everything() -> None:
     settings = ServerSettings(
         model=Path("m.gguf"), slots="32", ctx=0, host="::1", port=81, parallel=4, io_threads=8, io="direct",
-        policy="lfu", overlap="off", map=Path("/maps/m.json"), map_pin=3, warm="off", extra=("--alias", "x"),
+        policy="lfu", overlap="off", map=Path("/maps/m.json"), router_top_k=3, warm="off", extra=("--alias", "x"),
     )  # fmt: skip
     assert build_argv(SERVER, settings) == [
         "/engine/bin/llama-server", "-m", "m.gguf", "--moe-slots", "32", "--moe-io-threads", "8", "--moe-io",
@@ -48,6 +48,7 @@ def test_slots_off_passes_nothing_of_ours() -> None:
         ({"overlap": "on"}, "--overlap on"),
         ({"map": Path("m.json")}, "--map m.json"),
         ({"warm": "off"}, "--warm off"),
+        ({"learn": "on"}, "--learn on"),
         ({"overlap": "off", "io_threads": 1}, "--io-threads 1, --overlap off"),
     ],
 )
@@ -62,7 +63,7 @@ def test_warm_the_engine_would_refuse(warm: str) -> None:
         build_argv(SERVER, replace(PLAIN, warm=warm))
 
 
-@pytest.mark.parametrize(("change", "what"), [({"map_pin": 2}, "--map-pin 2"), ({"slots": "map"}, "--slots map")])
+@pytest.mark.parametrize(("change", "what"), [({"router_top_k": 2}, "--router-top-k 2"), ({"slots": "map"}, "--slots map")])
 def test_what_needs_a_map(change: dict[str, object], what: str) -> None:
     with pytest.raises(MoestreamError, match=f"^{what} needs a router map$"):
         build_argv(SERVER, replace(PLAIN, **change))
@@ -70,9 +71,16 @@ def test_what_needs_a_map(change: dict[str, object], what: str) -> None:
     assert argv[argv.index("--moe-map") + 1] == "m.json"
 
 
-def test_map_pin_that_is_no_number_of_experts() -> None:
-    with pytest.raises(MoestreamError, match="--map-pin -1: expected a number of experts"):
-        build_argv(SERVER, replace(PLAIN, map=Path("m.json"), map_pin=-1))
+def test_a_map_and_none() -> None:
+    with pytest.raises(MoestreamError, match=r"--map m\.json cannot be combined with --no-map"):
+        build_argv(SERVER, replace(PLAIN, map=Path("m.json"), kept_map=False))
+    with pytest.raises(MoestreamError, match=r"--map m\.json cannot be combined with --kept-map"):
+        build_argv(SERVER, replace(PLAIN, map=Path("m.json"), kept_map=True))
+
+
+def test_router_top_k_that_is_no_number_of_experts() -> None:
+    with pytest.raises(MoestreamError, match="--router-top-k -1: expected a number of experts"):
+        build_argv(SERVER, replace(PLAIN, map=Path("m.json"), router_top_k=-1))
 
 
 @pytest.mark.parametrize("number", [0, -1, 257])
