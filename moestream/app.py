@@ -34,6 +34,7 @@ COMMANDS: tuple[str, ...] = (
     "logs",
     "trace",
     "map",
+    "config",
 )
 
 

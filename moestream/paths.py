@@ -101,6 +101,11 @@ def data_dir() -> Path:
     return _base("XDG_DATA_HOME", ".local/share", "data")
 
 
+def config_dir() -> Path:
+    """What the user has written: moestream.yaml."""
+    return _base("XDG_CONFIG_HOME", ".config", "config")
+
+
 def cache_dir() -> Path:
     """What can be downloaded again."""
     return _base("XDG_CACHE_HOME", ".cache", "cache")

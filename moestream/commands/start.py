@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -12,15 +12,16 @@ from typing import Annotated, Any
 
 import typer
 
-from moestream import gguf_facts, paths
+from moestream import config, gguf_facts, model_names, paths
+from moestream.config import BUILT_IN
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
-from moestream.models.store import locate
 from moestream.result import Result
 from moestream.server import address, learning, report
 from moestream.server.arguments import (
     DEFAULT_HOST,
     DEFAULT_PORT,
+    DEFAULT_READY_TIMEOUT_S,
     MAX_IO_THREADS,
     ServerSettings,
     build_argv,
@@ -106,7 +107,7 @@ def check_model(facts: GgufFacts, slots: str) -> None:
         )
 
 
-def check_top_k(facts: GgufFacts, slots: str, top_k: int | None) -> None:
+def check_pins(facts: GgufFacts, slots: str, top_k: int | None) -> None:
     """Refuse more pinned experts than leave a token its slots, where the header tells; with ``auto`` and ``map`` the engine does.
 
     Raises:
@@ -150,7 +151,11 @@ def _given(extra: tuple[str, ...], flag: str, variable: str) -> str:
 
 
 def make_plan(
-    settings: ServerSettings, *, backend: str | None = None, detached: bool = False, ready_timeout_s: float = 900.0
+    settings: ServerSettings,
+    *,
+    backend: str | None = None,
+    detached: bool = False,
+    ready_timeout_s: float = DEFAULT_READY_TIMEOUT_S,
 ) -> ServerPlan:
     """Check everything that can be checked before a process is started.
 
@@ -168,7 +173,7 @@ def make_plan(
         _check_environment()
     facts = gguf_facts.read(settings.model)
     check_model(facts, settings.slots)
-    check_top_k(facts, settings.slots, settings.router_top_k)
+    check_pins(facts, settings.slots, settings.router_top_k)
     learning.wishes(settings, os.environ)
     store = RecordStore()
     port = settings.port or address.free_port(settings.host)
@@ -264,6 +269,7 @@ def ready_result(plan: ServerPlan, facts: ReadyFacts, *, elapsed_s: float, super
         "stats": stats.raw,
         "stats_unavailable": stats.reason or None,
         "kept_map": learning.as_json(plan.learning, plan.argv),
+        "config_sources": plan.config_sources,
         "argv": _without_key(plan.argv),
         "stop_command": stop,
     }
@@ -277,6 +283,7 @@ def ready_result(plan: ServerPlan, facts: ReadyFacts, *, elapsed_s: float, super
         ("kernels", report.kernels_line(stats)),
         ("map", _map_line(plan)),
         ("context", _context_line(plan, n_ctx, parallel)),
+        ("settings", ", ".join(f"{option} from {source}" for option, source in plan.config_sources.items()) or None),
         ("log", plan.log_path),
         ("stop", stop if plan.detached else f"Ctrl-C, or {stop}"),
     ]
@@ -380,24 +387,35 @@ def detach(plan: ServerPlan) -> Generator[Result, None, None]:
 
 def start(
     model: Annotated[
-        Path,
+        str | None,
         typer.Option(
-            "--model", "-m", metavar="FILE|DIR|NAME", help="GGUF file, any shard, a directory with one, or a pulled model."
+            "--model",
+            "-m",
+            metavar="NAME|FILE|DIR",
+            help="A model of moestream.yaml, a pulled one; or a GGUF file, any shard, or a directory with one.",
         ),
-    ],
+    ] = None,
     slots: Annotated[
-        str, typer.Option(metavar="N|auto|all|map|off", help="Expert slots in each MoE layer; off: no streaming.")
-    ] = "auto",
+        str | None,
+        typer.Option(
+            metavar="N|auto|all|map|off",
+            help="Expert slots in each MoE layer; off: no streaming.",
+            show_default=BUILT_IN["slots"],
+        ),
+    ] = None,
     ctx: Annotated[
         int | None,
         typer.Option(
             min=0, metavar="N", help="Context in tokens; 0: as the model was trained. Default: 8192, or the model's if less."
         ),
     ] = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = DEFAULT_HOST,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on.", show_default=DEFAULT_HOST)
+    ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen on; 0: any free one.")
-    ] = DEFAULT_PORT,
+        int | None,
+        typer.Option(min=0, max=65535, metavar="N", help="Port to listen on; 0: any free one.", show_default=str(DEFAULT_PORT)),
+    ] = None,
     parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests served at a time.")] = None,
     # Checked by hand: Typer's message for a range leaves out the value.
     io_threads: Annotated[
@@ -407,7 +425,7 @@ def start(
     policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
     overlap: Annotated[Switch | None, typer.Option(help="Compute with what is there while experts are read.")] = None,
     map_: Annotated[
-        Path | None, typer.Option("--map", metavar="FILE", help="A router map of yours, instead of the one that is kept.")
+        str | None, typer.Option("--map", metavar="FILE", help="A router map of yours, instead of the one that is kept.")
     ] = None,
     kept_map: Annotated[
         bool | None,
@@ -434,21 +452,64 @@ def start(
         ),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
-    detach_: Annotated[bool, typer.Option("--detach", "-d", help="Serve in the background.")] = False,
+    detach_: Annotated[
+        bool | None, typer.Option("--detach/--no-detach", "-d", help="Serve in the background.", show_default="no")
+    ] = None,
     ready_timeout: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Give up when it is not ready by then; 0: never.")
-    ] = 900.0,
-    extra: Annotated[list[str] | None, typer.Argument(metavar="-- LLAMA ARGS…", help="Passed on to llama-server.")] = None,
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Give up when it is not ready by then; 0: never.",
+            show_default=f"{DEFAULT_READY_TIMEOUT_S:g}",
+        ),
+    ] = None,
+    extra: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL] -- LLAMA ARGS…", help="The model, as for --model; what to pass on to llama-server."),
+    ] = None,
 ) -> Generator[Result, None, None]:
     """Serve a model, experts left on disk, through an OpenAI-compatible server."""
-    settings = ServerSettings(
-        model=locate(model), slots=parse_slots(slots), ctx=ctx, host=host, port=port, parallel=parallel,
-        io_threads=io_threads, io=io and io.value, policy=policy and policy.value,
-        overlap=overlap and overlap.value, map=map_ and check_map(map_), kept_map=kept_map, learn=learn and learn.value,
-        router_top_k=router_top_k, warm=warm, extra=tuple(extra or ()),
-    )  # fmt: skip
-    plan = make_plan(settings, backend=backend, detached=detach_, ready_timeout_s=ready_timeout)
-    if detach_:
+    rest = list(extra or ())
+    if rest and not rest[0].startswith("-"):
+        if model is not None:
+            raise MoestreamError(
+                f"two models are given: {rest[0]} and --model {model}", hint="leave out one of them", exit_code=2
+            )
+        model = rest.pop(0)
+    given = {
+        "model": model, "slots": slots, "ctx": ctx, "host": host, "port": port, "parallel": parallel, "io_threads": io_threads,
+        "io": io and io.value, "policy": policy and policy.value, "overlap": overlap and overlap.value, "map": map_,
+        "kept_map": kept_map, "learn": learn and learn.value, "router_top_k": router_top_k, "warm": warm, "backend": backend,
+        "detach": detach_, "ready_timeout": ready_timeout,
+    }  # fmt: skip
+    merged = config.merge(given, os.environ, config.load())
+    try:
+        plan = plan_of(merged, rest)
+    except MoestreamError as error:
+        raise config.explained(error, merged.settings) from error
+    if plan.detached:
         yield from detach(plan)
     else:
         yield from serve(plan)
+
+
+def plan_of(merged: config.Merged, extra: Sequence[str]) -> ServerPlan:
+    """From all that was said to what is started.
+
+    Args:
+        extra: arguments for llama-server of the command line; they follow those of the files, and the last of two counts.
+
+    Raises:
+        MoestreamError: see :func:`make_plan`; or no model is given.
+    """
+    settings = ServerSettings(
+        model=model_names.locate(merged), slots=parse_slots(merged["slots"]), ctx=merged["ctx"], host=merged["host"],
+        port=merged["port"], parallel=merged["parallel"], io_threads=merged["io_threads"], io=merged["io"],
+        policy=merged["policy"], overlap=merged["overlap"], map=merged["map"] and check_map(Path(merged["map"])),
+        kept_map=merged["kept_map"], learn=merged["learn"], router_top_k=merged["router_top_k"],
+        warm=None if merged.settings["warm"].source == config.DEFAULT else merged["warm"],
+        extra=(*merged["llama_args"], *extra),
+    )  # fmt: skip
+    plan = make_plan(settings, backend=merged["backend"], detached=merged["detach"], ready_timeout_s=merged["ready_timeout"])
+    return replace(plan, config_sources=config.sources(merged))

@@ -37,6 +37,7 @@ _OWNED: tuple[tuple[tuple[str, ...], str | None], ...] = (
 # Fill empty slots in the background, delay nothing for it. The engine's own default is not to: tools that end soon gain nothing.
 DEFAULT_WARM = "0"
 MAX_WARM_S = 86400
+DEFAULT_READY_TIMEOUT_S = 900.0
 MAX_DIGITS = 1000  # Python refuses to read numbers with more than 4300
 
 
@@ -106,6 +107,45 @@ def parse_slots(value: str, words: Sequence[str] = ("auto", "all", "map", "off")
     )
 
 
+def check_io_threads(value: int) -> int:
+    """Refuse what the engine would refuse later.
+
+    Raises:
+        MoestreamError: out of range.
+    """
+    if not 1 <= value <= MAX_IO_THREADS:
+        raise MoestreamError(
+            f"--io-threads {value}: expected a number from 1 to {MAX_IO_THREADS}",
+            hint="leave it out for 4, or what the drive measures better with",
+        )
+    return value
+
+
+def check_warm(value: str) -> str:
+    """Refuse what the engine would refuse later.
+
+    Raises:
+        MoestreamError: neither ``off`` nor a number of seconds.
+    """
+    if value != "off" and not (value.isascii() and value.isdigit() and len(value) < MAX_DIGITS and int(value) <= MAX_WARM_S):
+        raise MoestreamError(
+            f"--warm {value}: expected off, or a number of seconds up to {MAX_WARM_S}",
+            hint="--warm 0 fills slots in the background and delays nothing",
+        )
+    return value
+
+
+def check_top_k(value: int) -> int:
+    """Refuse what is no number of experts.
+
+    Raises:
+        MoestreamError: it is negative.
+    """
+    if value < 0:
+        raise MoestreamError(f"--router-top-k {value}: expected a number of experts", hint="leave it out to pin none")
+    return value
+
+
 def flag_of(argument: str) -> str:
     """The flag as upstream reads it: long ones may be spelt with underscores."""
     flag = argument.split("=", 1)[0]
@@ -159,22 +199,13 @@ def check_streaming_flags(settings: ServerSettings) -> None:
     Raises:
         MoestreamError: names the flags and the values.
     """
-    if settings.io_threads is not None and not 1 <= settings.io_threads <= MAX_IO_THREADS:
-        raise MoestreamError(
-            f"--io-threads {settings.io_threads}: expected a number from 1 to {MAX_IO_THREADS}",
-            hint="leave it out for 4, or what the drive measures better with",
-        )
-    warm = settings.warm
-    if warm not in (None, "off") and not (
-        warm.isascii() and warm.isdigit() and len(warm) < MAX_DIGITS and int(warm) <= MAX_WARM_S
-    ):
-        raise MoestreamError(
-            f"--warm {warm}: expected off, or a number of seconds up to {MAX_WARM_S}",
-            hint="--warm 0 fills slots in the background and delays nothing",
-        )
     top_k = settings.router_top_k
-    if top_k is not None and top_k < 0:
-        raise MoestreamError(f"--router-top-k {top_k}: expected a number of experts", hint="leave it out to pin none")
+    if settings.io_threads is not None:
+        check_io_threads(settings.io_threads)
+    if settings.warm is not None:
+        check_warm(settings.warm)
+    if top_k is not None:
+        check_top_k(top_k)
     if settings.map is not None and settings.kept_map is not None:
         other = "--kept-map" if settings.kept_map else "--no-map"
         raise MoestreamError(f"--map {settings.map} cannot be combined with {other}", hint="leave out one of them")

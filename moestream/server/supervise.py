@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +27,7 @@ import psutil
 
 from moestream.errors import MoestreamError
 from moestream.server import address, learning
+from moestream.server.arguments import DEFAULT_READY_TIMEOUT_S
 from moestream.server.client import ServerClient, Stats
 from moestream.server.learning import Learning
 from moestream.server.process import STOP_AGAIN_S, Cause, Exit, Outcome, ServerProcess, Snapshot, State
@@ -55,11 +56,12 @@ class ServerPlan:
     n_ctx_train: int = 0
     detached: bool = False
     api_key: str | None = None
-    ready_timeout_s: float = 900.0
+    ready_timeout_s: float = DEFAULT_READY_TIMEOUT_S
     stop_grace_s: float = STOP_GRACE_S
     guard: str | None = None
     map_path: str | None = None
     learning: Learning | None = None
+    config_sources: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

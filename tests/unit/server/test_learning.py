@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moestream import gguf_facts, paths
-from moestream.commands.start import check_top_k
+from moestream.commands.start import check_pins
 from moestream.errors import MoestreamError
 from moestream.server import learning
 from moestream.server.arguments import ServerSettings
@@ -152,7 +152,7 @@ def test_the_trace_of_a_server_that_runs_is_left_alone(store: RecordStore, monke
     ("slots", "top_k"), [("8", 2), ("64", 58), ("all", 58), ("auto", 60), ("map", 60), ("6", 0), ("6", None)]
 )
 def test_pins_that_leave_a_token_its_slots(slots: str, top_k: int | None) -> None:
-    check_top_k(gguf_facts.read(DEMO), slots, top_k)
+    check_pins(gguf_facts.read(DEMO), slots, top_k)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_pins_that_leave_a_token_its_slots(slots: str, top_k: int | None) -> Non
 )
 def test_pins_that_do_not(slots: str, top_k: int, n_slot: int, hint: str) -> None:
     with pytest.raises(MoestreamError) as caught:
-        check_top_k(gguf_facts.read(DEMO), slots, top_k)
+        check_pins(gguf_facts.read(DEMO), slots, top_k)
     assert caught.value.message == (
         f"--router-top-k {top_k} is too many: layer 0 has {n_slot} slots, and a token of {DEMO.name} uses 6 experts"
     )
