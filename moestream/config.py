@@ -79,6 +79,13 @@ def _argument(value: Any) -> str:
     return str(value)
 
 
+def _plain(value: str) -> str:
+    """YAML can write characters that no argument and no path can have."""
+    if any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in value):
+        raise PydanticCustomError("moestream", "expected a text without control characters")
+    return value
+
+
 def _nothing(value: Any) -> Any:
     """A key whose values are all commented out."""
     return {} if value is None else value
@@ -101,8 +108,8 @@ _IoThreads = Annotated[
     WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_IO_THREADS}),
 ]
 _TopK = Annotated[int, AfterValidator(_checked(check_top_k)), WithJsonSchema({"type": "integer", "minimum": 0})]
-_Text = Annotated[str, StringConstraints(min_length=1)]
-_Argument = Annotated[str, BeforeValidator(_argument), WithJsonSchema({"type": ["string", "number"]})]
+_Text = Annotated[str, StringConstraints(min_length=1), AfterValidator(_plain)]
+_Argument = Annotated[str, BeforeValidator(_argument), AfterValidator(_plain), WithJsonSchema({"type": ["string", "number"]})]
 _Switch = Literal["on", "off"]
 
 
@@ -265,7 +272,11 @@ class _Tree:
         if node.tag not in _SCALARS:
             self.problems.append((node.start_mark, f"{node.tag} is no type of value that is known here"))
             return None
-        return self._loader.construct_object(node)
+        try:
+            return self._loader.construct_object(node)
+        except ValueError:  # Python reads no number of thousands of digits
+            self.problems.append((node.start_mark, f"'{node.value[:20]}…' has too many digits"))
+            return None
 
     def _mapping(self, node: yaml.MappingNode, where: tuple[str, ...]) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -334,7 +345,11 @@ def read(path: Path) -> ConfigFile:
     try:
         document = Document.model_validate(tree.data)
     except ValidationError as error:
-        problems += [_problem(tree, dict(found)) for found in error.errors(include_url=False)]
+        told = {
+            (mark.line, mark.column) for mark, _ in problems
+        }  # of a value that could not be read pydantic says that there is none
+        more = [_problem(tree, dict(found)) for found in error.errors(include_url=False)]
+        problems += [(mark, text) for mark, text in more if (mark.line, mark.column) not in told]
     if problems:
         raise _error(path, problems)
     return ConfigFile(path, document, {where: mark.line + 1 for where, mark in (tree.values | tree.keys).items()})
@@ -534,7 +549,7 @@ def _path(value: Any, folder: Path | None) -> str:
     text = str(value)
     if folder is None or text.startswith("hf:"):
         return text
-    return str(folder / Path(text).expanduser())
+    return str(folder / os.path.expanduser(text))
 
 
 def _without_file(name: str, found: Sequence[ConfigFile]) -> MoestreamError:

@@ -506,7 +506,7 @@ def plan_of(merged: config.Merged, extra: Sequence[str]) -> ServerPlan:
     settings = ServerSettings(
         model=model_names.locate(merged), slots=parse_slots(merged["slots"]), ctx=merged["ctx"], host=merged["host"],
         port=merged["port"], parallel=merged["parallel"], io_threads=merged["io_threads"], io=merged["io"],
-        policy=merged["policy"], overlap=merged["overlap"], map=merged["map"] and check_map(Path(merged["map"])),
+        policy=merged["policy"], overlap=merged["overlap"], map=None if merged["map"] is None else check_map(Path(merged["map"])),
         kept_map=merged["kept_map"], learn=merged["learn"], router_top_k=merged["router_top_k"],
         warm=None if merged.settings["warm"].source == config.DEFAULT else merged["warm"],
         extra=(*merged["llama_args"], *extra),

@@ -453,6 +453,9 @@ def test_a_router_map(home: Home, tmp_path: Path) -> None:
     assert refused(home, "--model", str(DEMO), "--router-top-k", "2").startswith(
         "error: --router-top-k 2 needs a router map\nhint: add --map FILE"
     )
+    assert refused(home, "--model", str(DEMO), "--slots", "8", "--map", "").startswith(
+        "error: --map .: it is no regular file\n"
+    )
     (tmp_path / "map.json").write_text("{}")
     given = ("--map", os.path.relpath(tmp_path / "map.json"), "--router-top-k", "2", "--warm", "9")
     report = json.loads(home.run(*home.start_arguments("--detach", "--json", *given)).stdout)
