@@ -44,6 +44,10 @@ def engine_source_dir() -> Path:
     return shipped_root() / "engine"
 
 
+def licence_file() -> Path:
+    return shipped_root() / "LICENSE"
+
+
 def demo_model() -> Path:
     """The small mixture-of-experts model that ships with the project."""
     return shipped_root() / "demo" / "moestream-demo-q4_0.gguf"

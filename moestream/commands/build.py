@@ -71,6 +71,9 @@ def build(
     cmake_arg: Annotated[
         list[str] | None, typer.Option(help="A further -DNAME=VALUE for cmake; may be given more than once.")
     ] = None,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="For any processor of this architecture, as pack-bins needs it.")
+    ] = False,
     test_series: Annotated[bool, typer.Option("--test-series", hidden=True)] = False,
 ) -> Result:
     """Fetch the pinned llama.cpp, patch it and build it for this machine. What is built is not built again."""
@@ -78,7 +81,7 @@ def build(
     with _Bar() as bar:
         outcome = building.build(
             backend=backend, source=source, targets=target or (), jobs=jobs, clean=clean, web_ui=ui,
-            cmake_args=cmake_arg or (), test_series=test_series, reporter=bar,
+            cmake_args=cmake_arg or (), portable=portable, test_series=test_series, reporter=bar,
         )  # fmt: skip
     engine = outcome.engine
     elapsed_s = round(time.monotonic() - start_s, 1)
@@ -90,6 +93,7 @@ def build(
             "id": engine.id,
             "built": outcome.built,
             "backend": engine.backend,
+            "portable": engine.portable,
             "bin_dir": str(engine.bin_dir),
             "tools": list(engine.tools),
             "web_ui": engine.web_ui,

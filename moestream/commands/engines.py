@@ -1,4 +1,4 @@
-"""``moestream engines``: what is built, and which one is in use."""
+"""``moestream engines``: what is built or downloaded, and which one is in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def engines(
     path: Annotated[bool, typer.Option("--path", help="Only the folder with the llama-* programs of the one in use.")] = False,
     backend: Annotated[str | None, typer.Option(help="Only those of this backend.")] = None,
 ) -> Result:
-    """List the built engines; * marks the one in use."""
+    """List the engines that were built or downloaded; * marks the one in use."""
     if path:
         chosen = built.in_use(backend)
         return Result("engine-path", {"id": chosen.id, "bin_dir": str(chosen.bin_dir)}, str(chosen.bin_dir))

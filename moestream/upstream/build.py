@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,10 +59,25 @@ UPSTREAM_TEST_TARGETS = (
 )
 
 _BACKEND_OPTION = {"cuda": "GGML_CUDA", "vulkan": "GGML_VULKAN", "metal": "GGML_METAL", "hip": "GGML_HIP"}
+# Of a build that runs on any processor of its architecture. The CPU kernels are modules, one for each family of processors,
+# and the best that fits is loaded at run time. Every search path is $ORIGIN and is passed on to what a library loads in turn
+# (DT_RPATH): neither this machine's folders nor the user's LD_LIBRARY_PATH decide which libraries are found. OpenSSL has
+# no stable interface between distributions, and moestream downloads by itself.
+_PORTABLE_OPTIONS = {
+    "BUILD_SHARED_LIBS": "ON",
+    "GGML_NATIVE": "OFF",
+    "GGML_BACKEND_DL": "ON",
+    "GGML_CPU_ALL_VARIANTS": "ON",
+    "LLAMA_OPENSSL": "OFF",
+    "CMAKE_BUILD_WITH_INSTALL_RPATH": "ON",
+    "CMAKE_INSTALL_RPATH": "$ORIGIN",
+    "CMAKE_INSTALL_RPATH_USE_LINK_PATH": "OFF",
+}
 _BUILD_ESTIMATE_BYTES = {"cpu": 300 * MIB, "vulkan": 900 * MIB, "metal": 600 * MIB, "cuda": 3000 * MIB, "hip": 3000 * MIB}
 # What compiling one of upstream's larger files takes; more jobs than memory for them ends in the OOM killer.
 _JOB_MEMORY_BYTES = 1000 * MIB
 _SHOWN_LOG_LINES = 15
+_FOR_A_PROCESSOR = re.compile(r"-m(?:arch|cpu)=")
 
 
 class Reporter(Protocol):
@@ -101,6 +116,7 @@ def build(
     clean: bool = False,
     web_ui: bool | None = None,
     cmake_args: Sequence[str] = (),
+    portable: bool = False,
     test_series: bool = False,
     reporter: Reporter | None = None,
 ) -> BuildResult:
@@ -114,6 +130,8 @@ def build(
         clean: throw the source tree and the build tree away first.
         web_ui: whether llama-server gets its web page; None builds it where npm is present.
         cmake_args: further ``-D…`` arguments; they make another engine.
+        portable: for any processor of this architecture, with the CPU kernels of every family as modules, instead of for
+            this one alone; another engine, and the only one that :mod:`moestream.upstream.pack` takes.
         test_series: apply ``patches/test/series`` too, which touches only upstream's tests, and build the test programs.
             The product's programs are the same with and without it.
 
@@ -129,6 +147,8 @@ def build(
     for argument in cmake_args:
         if not argument.startswith("-D"):
             raise MoestreamError(f"--cmake-arg {argument} is not of the form -DNAME=VALUE", hint="write it with its -D")
+    if portable:
+        _require_portable(cmake_args)
     pin = load_pin()
     origin = resolve_source(source, pin, paths.downloads_dir())
     patches = read_series(paths.patches_dir() / "series")
@@ -137,7 +157,7 @@ def build(
 
     wanted = Engine(
         id="", path=Path(), source=origin.label, sources_sha256=engines.sources_hash(), backend=backend,
-        cpu=engines.cpu_kind(), built_at="", tools=(), cmake_args=(), extra_cmake_args=tuple(cmake_args), web_ui=False,
+        cpu=engines.portable_cpu() if portable else engines.cpu_kind(), portable=portable, built_at="", tools=(), cmake_args=(), extra_cmake_args=tuple(cmake_args), web_ui=False,
         targets=tuple(dict.fromkeys([*PRODUCT_TARGETS, *targets, *(test_targets() if test_series else ())])),
         test_series_sha256=_test_sources_hash(test_patches) if test_series else "",
     )  # fmt: skip
@@ -156,7 +176,7 @@ def build(
             return BuildResult(present, built=False)
         tools = find_tools(backend)
         variant = hashlib.sha256("\0".join(cmake_args).encode()).hexdigest()[:6] if cmake_args else ""
-        build_tree = workspace / "build" / "-".join(filter(None, (backend, variant)))
+        build_tree = workspace / "build" / "-".join(filter(None, (backend, "portable" if portable else "", variant)))
         tree = workspace / "vendor" / "llama.cpp"
         if clean:
             reporter.step("removing the old source and build trees")
@@ -173,7 +193,7 @@ def build(
             backend, tools, engine_sources,
             commit=pin.llama_cpp_commit if origin.pinned else origin.label,
             tests=test_series or any(target.startswith("test-") for target in targets),
-            web_ui=_decide_web_ui(web_ui, reporter), extra=cmake_args,
+            web_ui=_decide_web_ui(web_ui, reporter), portable=portable, extra=cmake_args,
         )  # fmt: skip
         if web_ui is False:
             # Upstream embeds a page that an earlier build left, asked for or not.
@@ -190,7 +210,7 @@ def build(
         engine = replace(
             wanted, cmake_args=tuple(arguments), web_ui=has_ui, built_at=datetime.now(UTC).isoformat(timespec="seconds")
         )
-        return BuildResult(_install(engine, build_tree / "bin"), built=True)
+        return BuildResult(_install(engine, build_tree / "bin", tree), built=True)
 
 
 def _identity_sources() -> list[Path]:
@@ -309,8 +329,40 @@ def _engine_sources(workspace: Path) -> Path:
     return workspace / "engine"
 
 
+def native_flag(cmake_args: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """What among cmake's arguments and the compilers' variables makes code for one processor only; None when nothing does."""
+    for argument in cmake_args:
+        name, _, value = argument.removeprefix("-D").partition("=")
+        name = name.split(":")[0]
+        # Without a type for cmake, what is set last wins.
+        if name in _PORTABLE_OPTIONS and value.upper() != _PORTABLE_OPTIONS[name]:
+            return argument
+        if re.fullmatch(r"CMAKE_(C|CXX)_FLAGS(_RELEASE)?", name) and _FOR_A_PROCESSOR.search(value):
+            return argument
+    for variable in ("CFLAGS", "CXXFLAGS"):
+        if _FOR_A_PROCESSOR.search(environment.get(variable, "")):
+            return f"{variable}={environment[variable]}"
+    return None
+
+
+def _require_portable(cmake_args: Sequence[str]) -> None:
+    if flag := native_flag(cmake_args, os.environ):
+        raise MoestreamError(
+            f"--portable and {flag} contradict each other: such code may crash on other processors",
+            hint="leave one of them out",
+        )
+
+
 def _cmake_arguments(
-    backend: str, tools: Tools, engine_sources: Path, *, commit: str, tests: bool, web_ui: bool, extra: Sequence[str]
+    backend: str,
+    tools: Tools,
+    engine_sources: Path,
+    *,
+    commit: str,
+    tests: bool,
+    web_ui: bool,
+    portable: bool,
+    extra: Sequence[str],
 ) -> list[str]:
     def flag(value: bool) -> str:
         return "ON" if value else "OFF"
@@ -329,7 +381,10 @@ def _cmake_arguments(
         "LLAMA_BUILD_UI": flag(web_ui),
         "GGML_CCACHE": "OFF",  # ours is set below, for every language
         **{option: flag(name == backend) for name, option in _BACKEND_OPTION.items()},
+        **(_PORTABLE_OPTIONS if portable else {}),
     }
+    if portable and sys.platform == "linux":
+        arguments |= {f"CMAKE_{kind}_LINKER_FLAGS": "-Wl,--disable-new-dtags" for kind in ("EXE", "SHARED", "MODULE")}
     for language in ("C", "CXX", *(("CUDA",) if backend == "cuda" else ())):
         arguments[f"CMAKE_{language}_COMPILER_LAUNCHER"] = tools.ccache
     if tools.cuda_compiler:
@@ -427,7 +482,16 @@ def _is_library(file: Path) -> bool:
     return ".so" in file.suffixes or file.suffix in (".dylib", ".metal", ".metallib")
 
 
-def _install(engine: Engine, built: Path) -> Engine:
+def _copy_licences(tree: Path, folder: Path) -> None:
+    """Who hands an engine on has to hand these on with it."""
+    folder.mkdir()
+    shutil.copyfile(paths.licence_file(), folder / "moestream")
+    shutil.copyfile(tree / "LICENSE", folder / "llama.cpp")
+    for file in sorted((tree / "licenses").glob("*")):
+        shutil.copyfile(file, folder / f"llama.cpp-{file.name}")
+
+
+def _install(engine: Engine, built: Path, tree: Path) -> Engine:
     """Copy programs and libraries into the engine's folder, replacing it whole."""
     folder = paths.engines_dir()
     tools = tuple(target for target in engine.targets if (built / target).is_file())
@@ -441,6 +505,8 @@ def _install(engine: Engine, built: Path) -> Engine:
                 is_tests = file.name.startswith("libmoe-test-")  # left in the tree by a build with the test series
                 if file.name in tools or (_is_library(file) and (engine.test_series_sha256 or not is_tests)):
                     shutil.copy2(file, fresh / "bin" / file.name, follow_symlinks=False)
+            if engine.portable:
+                _copy_licences(tree, fresh / "licenses")
             engines.write_description(engine, fresh)
             if engine.path.exists():
                 engine.path.rename(Path(scratch, "old"))

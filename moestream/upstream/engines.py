@@ -1,17 +1,19 @@
-"""Built engines: one folder each below the data folder, described by its ``engine.json``.
+"""Engines, built here or downloaded: one folder each below the data folder, described by its ``engine.json``.
 
 An engine's id says everything that its content depends on: the pin, the patches and the engine's own sources, the
-backend, and the processor it was compiled for. So an engine is built once, and one that is out of date is simply
-another one.
+backend, and the processor it was compiled for, or that it is for all of an architecture. So an engine is built once, and
+one that is out of date is simply another one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from moestream import paths
 from moestream.errors import MoestreamError
 from moestream.upstream.patches import read_series, series_hash
 from moestream.upstream.pin import load_pin
+from moestream.upstream.releases import releases_url
 
 BACKENDS = ("cuda", "hip", "metal", "vulkan", "cpu")  # in order of preference
 SCHEMA = "moestream/engine/1"
@@ -34,7 +37,8 @@ class Engine:
         source: the pinned version, or ``src.DIGEST`` when built with ``--source``.
         sources_sha256: of the patch series and the engine's own sources.
         backend: one of BACKENDS.
-        cpu: the processor kind, see :func:`cpu_kind`.
+        cpu: the processor kind, see :func:`cpu_kind` and :func:`portable_cpu`.
+        portable: whether it runs on any processor of that architecture.
         built_at: ISO 8601, UTC.
         targets: what was asked for.   tools: the programs in ``bin_dir``.
         cmake_args: the full list passed to cmake.   extra_cmake_args: those named by the user.
@@ -55,6 +59,7 @@ class Engine:
     extra_cmake_args: tuple[str, ...]
     web_ui: bool
     test_series_sha256: str
+    portable: bool = False
 
     @property
     def bin_dir(self) -> Path:
@@ -86,6 +91,11 @@ def cpu_kind() -> str:
     except OSError:
         features = platform.processor()
     return f"{platform.machine() or sys.platform}-{hashlib.sha256(features.encode()).hexdigest()[:6]}"
+
+
+def portable_cpu() -> str:
+    """The kind of an engine that runs on every processor of this architecture."""
+    return f"{platform.machine() or sys.platform}-portable"
 
 
 def engine_source_files(folder: Path) -> list[Path]:
@@ -135,12 +145,13 @@ def read_engine(folder: Path) -> Engine | None:
 
 
 def installed() -> list[Engine]:
-    """Every built engine, the preferred one first: by backend, the pin before ``--source``, then the newest."""
+    """Every engine that is there, the preferred one first: by backend, the pin before ``--source``, one for this processor
+    alone before a portable one, then the newest."""
     folder = paths.engines_dir()
     found = [read_engine(path) for path in folder.iterdir()] if folder.is_dir() else []
     engines = [engine for engine in found if engine is not None]
     engines.sort(key=lambda engine: engine.built_at, reverse=True)
-    engines.sort(key=lambda engine: (_preference(engine.backend), engine.source.startswith("src.")))
+    engines.sort(key=lambda engine: (_preference(engine.backend), engine.source.startswith("src."), engine.portable))
     return engines
 
 
@@ -148,13 +159,13 @@ def _preference(backend: str) -> int:
     return BACKENDS.index(backend) if backend in BACKENDS else len(BACKENDS)
 
 
-def usable(engines: list[Engine], *, pinned_version: str, sources_sha256: str, cpu: str) -> list[Engine]:
+def usable(engines: list[Engine], *, pinned_version: str, sources_sha256: str, cpus: Collection[str]) -> list[Engine]:
     """Those that match this version of moestream and this processor, in the order given."""
     return [
         engine
         for engine in engines
         if engine.sources_sha256 == sources_sha256
-        and engine.cpu == cpu
+        and engine.cpu in cpus
         and (engine.source == pinned_version or engine.source.startswith("src."))
     ]
 
@@ -171,13 +182,16 @@ def in_use(backend: str | None = None) -> Engine:
     if backend is not None and backend not in BACKENDS:
         raise MoestreamError(f"unknown backend {backend!r}", hint=f"one of: {', '.join(BACKENDS)}")
     everything = installed()
-    matching = usable(everything, pinned_version=load_pin().version, sources_sha256=sources_hash(), cpu=cpu_kind())
+    matching = usable(
+        everything, pinned_version=load_pin().version, sources_sha256=sources_hash(), cpus=(cpu_kind(), portable_cpu())
+    )
     for engine in matching:
         if backend in (None, engine.backend):
             return engine
     of_backend = f" for {backend}" if backend else ""
+    option = f" --backend {backend}" if backend else ""
     stale = " that matches this version of moestream and this processor" if everything else ""
     raise MoestreamError(
         f"no engine{of_backend} is built{stale}",
-        hint="moestream build" + (f" --backend {backend}" if backend else ""),
+        hint="moestream build" + option + (f", or moestream download-bins{option}" if releases_url(os.environ) else ""),
     )

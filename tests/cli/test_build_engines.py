@@ -99,7 +99,7 @@ def test_engines_lists_and_marks_the_one_in_use(moestream_cli, engine, home):
         "id": engine.id, "path": str(engine.path), "source": engine.source, "sources_sha256": engine.sources_sha256,
         "backend": "cpu", "cpu": engine.cpu, "built_at": "2026-01-02T03:04:05+00:00", "targets": list(PRODUCT_TARGETS),
         "tools": list(PRODUCT_TARGETS), "cmake_args": ["-DA=1"], "extra_cmake_args": [], "web_ui": False,
-        "test_series_sha256": "", "bin_dir": str(engine.bin_dir), "in_use": True,
+        "test_series_sha256": "", "portable": False, "bin_dir": str(engine.bin_dir), "in_use": True,
     }  # fmt: skip
 
 
@@ -144,8 +144,8 @@ def test_what_is_built_is_not_built_again(moestream_cli, engine):
     data = json.loads(moestream_cli("build", "--json", PATH="/nonexistent").stdout)
     assert data.pop("elapsed_s") < 5
     assert data == {
-        "schema": "moestream/build/1", "id": engine.id, "built": False, "backend": "cpu", "bin_dir": str(engine.bin_dir),
-        "tools": list(PRODUCT_TARGETS), "web_ui": False,
+        "schema": "moestream/build/1", "id": engine.id, "built": False, "backend": "cpu", "portable": False,
+        "bin_dir": str(engine.bin_dir), "tools": list(PRODUCT_TARGETS), "web_ui": False,
     }  # fmt: skip
 
 
@@ -156,6 +156,8 @@ def test_what_is_built_is_not_built_again(moestream_cli, engine):
         (["--jobs", "0"], "--jobs is 0", "give at least 1, or leave it out"),
         (["--source", "/nonexistent"], "--source /nonexistent: no such file or folder", "name a llama.cpp folder or a .tar.gz of one"),
         (["--cmake-arg", "X=1"], "--cmake-arg X=1 is not of the form -DNAME=VALUE", "write it with its -D"),
+        (["--portable", "--cmake-arg", "-DGGML_NATIVE=ON"],
+         "--portable and -DGGML_NATIVE=ON contradict each other: such code may crash on other processors", "leave one of them out"),
     ],
 )  # fmt: skip
 def test_build_with_bad_input(moestream_cli, arguments, error, hint):

@@ -17,6 +17,8 @@ FILES = {
     "include/llama.h": "// llama.h\n",
     "src/llama.cpp": "one\ntwo\nthree\nfour\nfive\nsix\nseven\n",
     "tests/test-llama-archs.cpp": "alpha\nbeta\ngamma\n",
+    "LICENSE": "MIT\n",
+    "licenses/other": "also MIT\n",
     ".git": "gitdir: ../../.git/modules/vendor/llama.cpp\n",
 }
 PREFIX = "llama_cpp_python-9.9.9/vendor/llama.cpp/"

@@ -43,6 +43,7 @@ def shipped(tmp_path, monkeypatch, pin):
     (root / "engine/pool.cpp").write_text("// 1\n")
     lines = [f'{name} = "{getattr(pin, name)}"' for name in ("package", "version", "sha256", "directory", "llama_cpp_commit")]
     (root / "vendor/pin.toml").write_text("\n".join(lines))
+    (root / "LICENSE").write_text("ours\n")
     monkeypatch.setattr(paths, "shipped_root", lambda: root)
     monkeypatch.setattr(paths, "checkout_root", lambda: None)
     return root
@@ -79,6 +80,49 @@ class Recorder(SilentReporter):
 
     def note(self, text):
         self.notes.append(text)
+
+
+PORTABLE = [
+    "-DGGML_NATIVE=OFF", "-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_OPENSSL=OFF",
+    "-DCMAKE_INSTALL_RPATH=$ORIGIN", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON", "-DCMAKE_MODULE_LINKER_FLAGS=-Wl,--disable-new-dtags",
+]  # fmt: skip
+
+
+def test_a_portable_engine_is_another_one_in_a_tree_of_its_own(machine, archive, monkeypatch):
+    for name in ("CFLAGS", "CXXFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    native = build(source=archive).engine
+    portable = build(source=archive, portable=True).engine
+    assert portable.portable and not native.portable and portable.id.endswith("-portable") and portable.id != native.id
+    assert set(PORTABLE) <= set(portable.cmake_args) and not set(PORTABLE) & set(native.cmake_args)
+    assert in_use() == native  # for this processor alone
+    assert [call.split()[4] for call in machine() if call.startswith("cmake")] == [
+        str(paths.workspace_dir() / "build" / name) for name in ("cpu", "cpu-portable")
+    ]
+    assert read_engine(portable.path) == portable and not build(source=archive, portable=True).built
+    assert {file.name for file in (portable.path / "licenses").iterdir()} == {"moestream", "llama.cpp", "llama.cpp-other"}
+    shutil.rmtree(native.path)
+    assert in_use() == portable
+
+
+@pytest.mark.parametrize(
+    ("cmake_args", "environment", "flag"),
+    [
+        (["-DGGML_NATIVE=ON"], {}, "-DGGML_NATIVE=ON"),
+        (["-DGGML_NATIVE:BOOL=on"], {}, "-DGGML_NATIVE:BOOL=on"),
+        (["-DX=1", "-DGGML_CPU_ALL_VARIANTS=OFF"], {}, "-DGGML_CPU_ALL_VARIANTS=OFF"),
+        (["-DCMAKE_CXX_FLAGS=-O2 -march=native"], {}, "-DCMAKE_CXX_FLAGS=-O2 -march=native"),
+        ([], {"CXXFLAGS": "-g -march=znver4"}, "CXXFLAGS=-g -march=znver4"),
+        ([], {"CFLAGS": "-mcpu=native"}, "CFLAGS=-mcpu=native"),
+    ],
+)
+def test_code_for_one_processor_is_not_called_portable(machine, archive, monkeypatch, cmake_args, environment, flag):
+    for name in ("CFLAGS", "CXXFLAGS"):
+        monkeypatch.setenv(name, environment.get(name, ""))
+    with pytest.raises(MoestreamError) as caught:
+        build(source=archive, portable=True, cmake_args=cmake_args)
+    assert caught.value.message.startswith(f"--portable and {flag} contradict each other")
+    assert machine() == []
 
 
 def test_built_installed_and_not_built_again(machine, archive):

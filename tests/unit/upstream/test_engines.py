@@ -83,6 +83,35 @@ def test_a_gpu_comes_before_the_cpu_and_the_pin_before_other_sources(install):
     assert installed() == [cuda, cpu, other]
 
 
+def test_one_for_this_processor_comes_before_a_portable_one(install):
+    portable = install(cpu=engines.portable_cpu(), portable=True, built_at="2026-03-03T00:00:00+00:00")
+    assert in_use() == portable
+    native = install()
+    assert in_use() == native and installed() == [native, portable]
+
+
+def test_a_portable_engine_of_another_architecture_is_not_used(install):
+    install(cpu="riscv64-portable", portable=True)
+    with pytest.raises(MoestreamError, match="matches this version of moestream and this processor"):
+        in_use()
+
+
+def test_a_description_from_before_there_were_portable_engines(install):
+    engine = install()
+    file = engine.path / "engine.json"
+    values = json.loads(file.read_text())
+    del values["portable"]
+    file.write_text(json.dumps(values))
+    assert in_use() == engine
+
+
+def test_where_engines_are_published_downloading_is_named_too(monkeypatch):
+    monkeypatch.setenv("MOESTREAM_BINS_URL", "https://example.org")
+    with pytest.raises(MoestreamError) as caught:
+        in_use("cuda")
+    assert caught.value.hint == "moestream build --backend cuda, or moestream download-bins --backend cuda"
+
+
 def test_the_newest_of_other_sources(install):
     install(source="src.0000000000", built_at="2026-01-01T00:00:00+00:00")
     newer = install(source="src.1111111111", built_at="2026-01-02T00:00:00+00:00")
