@@ -13,7 +13,7 @@ SLOTS  ?=
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: run test venv engine engine-tests lint test-unit test-cli test-patches test-native test-service test-identity \
-        test-e2e test-upstream test-wheel identity soak clean
+        test-e2e test-upstream test-wheel test-bins identity soak clean
 
 # ---- set-up
 
@@ -88,6 +88,11 @@ soak: engine-tests
 # Builds the wheel, installs it outside the checkout, builds the engine with it and serves the demo model.
 test-wheel: venv
 	$(PYTEST) tests/wheel
+
+# Builds the portable engine, a quarter of an hour with one job, packs it, downloads it into an empty home and serves with it.
+test-bins: venv
+	$(BUILD) --portable
+	$(PYTEST) tests/bins
 
 clean:
 	rm -rf build dist vendor/llama.cpp

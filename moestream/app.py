@@ -24,6 +24,8 @@ from moestream.result import Result, emit
 # One line a command, in the order of --help.
 COMMANDS: tuple[str, ...] = (
     "build",
+    "download-bins",
+    "pack-bins",
     "engines",
     "pull",
     "list",

@@ -30,6 +30,9 @@ def test_every_tier_has_a_make_target_and_is_in_contributing():
     targets = set(re.findall(r"^(test-[a-z0-9]+):", makefile, re.MULTILINE))
     assert targets == tiers
     assert {name for name in targets if f"`make {name}`" not in contributing} == set()
-    # `make test` leaves none out.
+    # `make test` leaves none out but the one that compiles for every processor there is, which CONTRIBUTING.md says.
     (recipe,) = re.findall(r"^test:(.*\n\t.*)$", makefile, re.MULTILINE)
-    assert {name for name in tiers if name not in recipe and f"tests/{name.removeprefix('test-')}" not in recipe} == set()
+    assert "not in `make test`" in re.search(r"^\| `make test-bins`.*$", contributing, re.MULTILINE)[0]
+    assert {
+        name for name in tiers - {"test-bins"} if name not in recipe and f"tests/{name.removeprefix('test-')}" not in recipe
+    } == set()
