@@ -44,7 +44,8 @@ class _Bar:
     def step(self, text: str) -> None:
         self._text = text
         if self._bar:
-            self._bar.reset(self._task, description=text, total=None)
+            self._bar.remove_task(self._task)  # a reset would keep the last step's size
+            self._task = self._bar.add_task(text, total=None)
         else:
             print(text, file=sys.stderr, flush=True)
 

@@ -88,7 +88,10 @@ def install(
     reporter = reporter or SilentReporter()
     if backend is not None and backend not in engines.BACKENDS:
         raise MoestreamError(f"unknown backend {backend!r}", hint=f"one of: {', '.join(engines.BACKENDS)}")
-    with httpx.Client(timeout=_TIMEOUT, follow_redirects=True, headers={"Accept-Encoding": "identity"}) as client:
+    with (
+        _os_errors_reported(),
+        httpx.Client(timeout=_TIMEOUT, follow_redirects=True, headers={"Accept-Encoding": "identity"}) as client,
+    ):
         reporter.step("reading the manifest")
         release = manifest.parse(*_read_manifest(origin, client))
         entry, passed_over = choose(release, machine or this_machine(), backend, str(origin))
@@ -98,12 +101,10 @@ def install(
             if present and all((present.bin_dir / tool).is_file() for tool in present.tools):
                 return Installed(present, False, passed_over)
             if origin.folder is not None:
-                archive = origin.folder / entry.file
-                engine = _install_archive(archive, entry, target, reporter)
-            else:
-                archive = _download(client, f"{origin.url}/{entry.file}", entry, paths.downloads_dir(), reporter)
-                engine = _install_archive(archive, entry, target, reporter)
-                archive.unlink(missing_ok=True)
+                return Installed(_install_archive(origin.folder / entry.file, entry, target, reporter), True, passed_over)
+            archive = _download(client, f"{origin.url}/{entry.file}", entry, paths.downloads_dir(), reporter)
+            engine = _install_archive(archive, entry, target, reporter)
+            archive.unlink(missing_ok=True)
             return Installed(engine, True, passed_over)
 
 
@@ -147,6 +148,19 @@ def choose(release: Manifest, machine: Machine, backend: str | None, where: str)
 def _listed(reasons: Mapping[str, list[str]]) -> str:
     rows = [f"\n  {id}: {'; '.join(why)}" for id, why in reasons.items() if why]
     return ":" + "".join(rows) if rows else ""
+
+
+@contextlib.contextmanager
+def _os_errors_reported() -> Iterator[None]:
+    """Folders that cannot be written, and the like; a full disk has been told before."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename2 or error.filename
+        raise MoestreamError(
+            f"cannot install the engine: {f'{place}: ' if place else ''}{error.strerror or error}",
+            hint="check who may write there, or set MOESTREAM_HOME to another folder",
+        ) from error
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from moestream.errors import MoestreamError
 
 MIB = 1024 * 1024
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _nearest_existing(path: Path) -> Path:
@@ -45,6 +46,6 @@ def full_disk_reported(path: Path, doing: str, elsewhere: str = "set MOESTREAM_H
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             raise disk_full(path, doing, elsewhere) from error
         raise

@@ -24,7 +24,7 @@ from moestream import __version__
 from moestream.errors import MoestreamError
 from moestream.upstream import engines, manifest
 from moestream.upstream.build import PRODUCT_TARGETS, native_flag
-from moestream.upstream.disk import full_disk_reported
+from moestream.upstream.disk import FULL, full_disk_reported
 from moestream.upstream.engines import Engine
 from moestream.upstream.fetch import sha256_of
 from moestream.upstream.machine import version_numbers
@@ -172,9 +172,13 @@ def _locked(output: Path) -> Iterator[Path]:
     """The folder, made if need be, and nobody else packing into it."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise MoestreamError(f"--output {output} is no folder", hint="name a folder; it is made if need be") from error
-    handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+        handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise MoestreamError(
+            f"--output {output}: {error.strerror}", hint="name a folder that may be written; it is made if need be"
+        ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield output

@@ -44,7 +44,9 @@ WHOLE = {"bin/libx.so", "bin/libx.so.0", "bin/llama-server", "engine.json", "lic
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits between two tries."""
+    """Nothing waits between two tries, and no proxy stands in between."""
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
     monkeypatch.setattr(bins.time, "sleep", lambda seconds: None)
 
 
@@ -527,6 +529,14 @@ def test_a_disk_that_fills_up_while_downloading(site, target):
     assert "MOESTREAM_HOME" in error.hint and not target.exists()
 
 
+@pytest.mark.parametrize("in_the_way", ["cache", "data"])
+def test_folders_that_cannot_be_made(site, target, tmp_path, in_the_way):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / in_the_way).touch()
+    error = refused(site, f"cannot install the engine: {tmp_path / 'home' / in_the_way}")
+    assert "MOESTREAM_HOME" in error.hint and not target.exists()
+
+
 def test_a_disk_that_fills_up_while_unpacking(tmp_path, target, monkeypatch):
     write_release(tmp_path / "release")
 
@@ -546,7 +556,7 @@ def cli_process(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MOESTREAM_", "LLAMA_"))}
     return subprocess.Popen(
         [sys.executable, "-m", "moestream.cli", *arguments],
-        env={**kept, "MOESTREAM_HOME": str(folder / "home"), "PYTHONPATH": str(root), "NO_PROXY": "127.0.0.1"},
+        env={**kept, "MOESTREAM_HOME": str(folder / "home"), "PYTHONPATH": str(root)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
     )  # fmt: skip
 

@@ -342,7 +342,7 @@ def test_cuda_without_cuobjdump(make, tmp_path, monkeypatch):
 
 def test_an_output_that_is_a_file(make, tmp_path):
     (tmp_path / "release").write_text("mine")
-    with pytest.raises(MoestreamError, match="is no folder"):
+    with pytest.raises(MoestreamError, match="release: File exists"):
         pack.pack(make(), tmp_path / "release")
     assert (tmp_path / "release").read_text() == "mine"
 
