@@ -249,7 +249,7 @@ def _download(client: httpx.Client, url: str, entry: EngineEntry, folder: Path, 
     if 0 < have_bytes < entry.size_bytes:
         reporter.note(f"going on after the {have_bytes} bytes that are there already")
     barren = 0
-    while (have_bytes := _size(part)) < entry.size_bytes:
+    while (have_bytes := _size(part)) < entry.size_bytes:  # a file that is too long is found when it is checked
         failure: Exception | None = None
         try:
             with full_disk_reported(folder, "downloading"):
@@ -267,9 +267,6 @@ def _download(client: httpx.Client, url: str, entry: EngineEntry, folder: Path, 
                 hint=f"run it again, it goes on from there; or {BUILD_INSTEAD}",
             ) from failure
         time.sleep(barren)
-    if have_bytes > entry.size_bytes:  # nothing of ours writes more than that
-        part.unlink()
-        raise _not_as_listed(url, f"{have_bytes} bytes instead of {entry.size_bytes}")
     return part
 
 

@@ -166,6 +166,45 @@ def test_build_with_bad_input(moestream_cli, arguments, error, hint):
     assert done.stderr == f"error: {error}\nhint: {hint}\n"
 
 
+# ---------------------------------------------------------------- prebuilt engines (more in tests/service, tests/unit/upstream)
+
+
+def test_download_bins_while_nothing_is_published(moestream_cli, home):
+    done = moestream_cli("download-bins", MOESTREAM_BINS_URL="")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: no address of prebuilt engines is known: none have been published yet\n"
+        "hint: moestream build makes an engine here; or name a release: --from URL|DIR, or MOESTREAM_BINS_URL=URL\n"
+    )
+    assert not home.exists()
+
+
+def test_download_bins_from_a_folder_without_a_release(moestream_cli, home, tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = moestream_cli("download-bins", "--from", str(tmp_path / "empty"), "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"reading the manifest\nerror: cannot read {tmp_path}/empty/moestream-engines.json: No such file or directory\n"
+        "hint: name the folder that moestream pack-bins wrote\n"
+    )
+    assert not home.exists()
+
+
+def test_pack_bins_refuses_what_was_built_for_this_processor(moestream_cli, engine, tmp_path):
+    done = moestream_cli("pack-bins", "--output", str(tmp_path / "release"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: {engine.id} was built for this machine's processor alone and may crash on others: it is not packed\n"
+        "hint: moestream build --portable --backend cpu\n"
+    )
+    assert not (tmp_path / "release").exists()
+
+
+def test_pack_bins_with_a_driver_that_is_no_version(moestream_cli, engine):
+    done = moestream_cli("pack-bins", "--min-driver", "new")
+    assert done.stderr == "error: --min-driver new is no version\nhint: for example: --min-driver 580.65.06\n"
+
+
 def test_verbose_shows_where_an_error_comes_from(moestream_cli):
     done = moestream_cli("build", "--jobs", "0", "--verbose")
     assert done.returncode == 1

@@ -129,6 +129,12 @@ def test_installed_found_and_not_fetched_again(site, target):
     assert site.archives_asked() == [None]
 
 
+def test_a_slow_server(site, target):
+    site.before_block = slowly
+    assert install(site).installed
+    assert site.archives_asked() == [None] and files_below(target) == WHOLE
+
+
 def test_an_engine_that_lost_a_program_is_replaced(site, target):
     install(site)
     (target / "bin" / "llama-server").unlink()
@@ -269,16 +275,14 @@ def test_a_server_that_falls_silent(site, target, monkeypatch):
 
 
 def test_a_range_that_was_not_asked_for_is_not_appended(site, target):
-    site.cuts = [40_000]
-    site.headers = {}
-
-    def then_lie(sent: int) -> None:
-        site.headers = {"Content-Range": f"bytes 0-9/{archive_size(site)}"}
-
-    site.before_block = then_lie
+    site.cuts = [40_000, 0, 0, 0]
+    refused(site, "broke off after ")
+    (part,) = parts()
+    before = part.read_bytes()
+    site.headers = {"Content-Range": f"bytes 0-9/{archive_size(site)}"}
     error = refused(site, "it answered with another range")
-    assert "run it again" in error.hint
-    site.headers, site.before_block = {}, lambda sent: None
+    assert "run it again" in error.hint and part.read_bytes() == before
+    site.headers = {}
     assert install(site).installed
 
 
@@ -562,11 +566,22 @@ def cli_process(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_two_at_once_fetch_it_once(site, target, tmp_path):
-    site.before_block = slowly
-    processes = [cli_process(tmp_path, "download-bins", "--from", site.url, "--json") for _ in range(2)]
-    answers = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], answers
-    assert sorted(json.loads(stdout)["installed"] for stdout, _ in answers) == [False, True]
+    """The second comes in the middle of the first one's transfer, and says that it waits."""
+    halfway, go_on = threading.Event(), threading.Event()
+
+    def stop_halfway(sent: int) -> None:
+        if sent >= 65_536:
+            halfway.set()
+            go_on.wait(30)
+
+    site.before_block = stop_halfway
+    first = cli_process(tmp_path, "download-bins", "--from", site.url, "--json")
+    assert halfway.wait(30)
+    second = cli_process(tmp_path, "download-bins", "--from", site.url, "--json")
+    told = [line for line in iter(second.stderr.readline, "") if line.startswith("note:") and not go_on.set()]
+    answers = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert told == ["note: another download of an engine is running; waiting for it\n"]
+    assert [json.loads(stdout)["installed"] for stdout in answers] == [True, False]
     assert len(site.archives_asked()) == 1
     assert files_below(target.parent) == {f"{target.name}/{name}" for name in WHOLE}
 
