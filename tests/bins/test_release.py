@@ -117,3 +117,13 @@ def test_streaming_has_stocks_bits_with_the_kernels_of_every_processor_that_this
         shutil.rmtree(folder)
     assert {"x64", "sse42"} <= set(compared)
     print(f"compared: {', '.join(compared)}")
+
+
+def test_the_working_directory_brings_no_kernels(bin_dir, tmp_path):
+    """A file of that name in a folder of downloads must not run."""
+    source = "#include <unistd.h>\nint ggml_backend_score(void) { return 1 << 30; }\n__attribute__((constructor)) static void f(void) { _exit(99); }\n"
+    command = ["gcc", "-x", "c", "-", "-shared", "-fPIC", "-o", tmp_path / "libggml-cpu-zzz.so"]
+    subprocess.run(command, input=source, text=True, check=True)
+    arguments = ["-m", DEMO, "-p", "a", "-o", tmp_path / "logits"]
+    done = subprocess.run([bin_dir / "llama-results", *arguments], cwd=tmp_path, env={}, capture_output=True, timeout=60)
+    assert done.returncode == 0
