@@ -39,6 +39,7 @@ from moestream.server.arguments import (
     MAX_IO_THREADS,
     MAX_WARM_S,
     check_io_threads,
+    check_ram,
     check_top_k,
     check_warm,
     parse_slots,
@@ -110,6 +111,14 @@ _IoThreads = Annotated[
 _TopK = Annotated[int, AfterValidator(_checked(check_top_k)), WithJsonSchema({"type": "integer", "minimum": 0})]
 _Text = Annotated[str, StringConstraints(min_length=1), AfterValidator(_plain)]
 _Argument = Annotated[str, BeforeValidator(_argument), AfterValidator(_plain), WithJsonSchema({"type": ["string", "number"]})]
+_Ram = Annotated[
+    str,
+    BeforeValidator(_word),
+    AfterValidator(_checked(check_ram)),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "pattern": "^[0-9]"}, {"type": "integer", "minimum": 1}, {"enum": ["auto", "none"]}]}
+    ),
+]
 _Switch = Literal["on", "off"]
 
 
@@ -128,6 +137,8 @@ class Options(BaseModel):
     io: Literal["auto", "direct", "buffered"] = Field(default=None)
     policy: Literal["lru", "lfu", "heat"] = Field(default=None)
     overlap: _Switch = Field(default=None)
+    ram: _Ram = Field(default=None)
+    prefetch: Literal["auto", "on", "off"] = Field(default=None)
     map: _Text = Field(default=None)
     kept_map: bool = Field(default=None)
     learn: _Switch = Field(default=None)
@@ -170,7 +181,7 @@ _GIVE_WAY: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "slots",
         lambda v: v == "off",
-        ("io_threads", "io", "policy", "overlap", "map", "learn", "router_top_k", "warm", "kept_map"),
+        ("io_threads", "io", "policy", "overlap", "ram", "prefetch", "map", "learn", "router_top_k", "warm", "kept_map"),
     ),
     ("kept_map", lambda v: True, ("map", "router_top_k")),
     ("map", lambda v: True, ("kept_map",)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,34 +22,11 @@ from moestream.routing import trace as traces
 from moestream.routing.fingerprint import fingerprint
 from moestream.server import learning, report
 from moestream.server.records import RecordStore
+from moestream.sizes import parse_size
 
 HELP = "Router maps: which experts are chosen most, made of traces."
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
 _CURVE_POINTS = 24  # of each layer's curve
 _SHARES = (8, 16, 32)
-
-
-def parse_size(flag: str, text: str) -> int:
-    """``4GiB``, ``1.5 GiB``, ``800MB`` as bytes.
-
-    Raises:
-        MoestreamError: it is no size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B|)", text.strip().upper())
-    if not match or match[2] not in _UNITS or not 1 <= float(match[1]) * _UNITS[match[2]] < 1 << 63:
-        raise MoestreamError(f"{flag} {text}: expected a size", hint=f"for example {flag} 4GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _curve_points(n_min: int, n_experts: set[int]) -> list[int]:

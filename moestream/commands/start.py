@@ -64,6 +64,12 @@ class Policy(StrEnum):
     heat = "heat"
 
 
+class Prefetch(StrEnum):
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
 class Switch(StrEnum):
     on = "on"
     off = "off"
@@ -424,6 +430,17 @@ def start(
     io: Annotated[Io | None, typer.Option(help="How experts are read.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
     overlap: Annotated[Switch | None, typer.Option(help="Compute with what is there while experts are read.")] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE|auto|none",
+            help="Memory below the slots, for experts that lost theirs, as 4GiB; auto: what is left. Default: none.",
+        ),
+    ] = None,
+    prefetch: Annotated[
+        Prefetch | None,
+        typer.Option(help="Read ahead what the next layer will probably choose. Default: auto, while it measures faster."),
+    ] = None,
     map_: Annotated[
         str | None, typer.Option("--map", metavar="FILE", help="A router map of yours, instead of the one that is kept.")
     ] = None,
@@ -479,7 +496,7 @@ def start(
         model = rest.pop(0)
     given = {
         "model": model, "slots": slots, "ctx": ctx, "host": host, "port": port, "parallel": parallel, "io_threads": io_threads,
-        "io": io and io.value, "policy": policy and policy.value, "overlap": overlap and overlap.value, "map": map_,
+        "io": io and io.value, "policy": policy and policy.value, "overlap": overlap and overlap.value, "ram": ram, "prefetch": prefetch and prefetch.value, "map": map_,
         "kept_map": kept_map, "learn": learn and learn.value, "router_top_k": router_top_k, "warm": warm, "backend": backend,
         "detach": detach_, "ready_timeout": ready_timeout,
     }  # fmt: skip
@@ -506,7 +523,7 @@ def plan_of(merged: config.Merged, extra: Sequence[str]) -> ServerPlan:
     settings = ServerSettings(
         model=model_names.locate(merged), slots=parse_slots(merged["slots"]), ctx=merged["ctx"], host=merged["host"],
         port=merged["port"], parallel=merged["parallel"], io_threads=merged["io_threads"], io=merged["io"],
-        policy=merged["policy"], overlap=merged["overlap"], map=None if merged["map"] is None else check_map(Path(merged["map"])),
+        policy=merged["policy"], overlap=merged["overlap"], ram=merged["ram"], prefetch=merged["prefetch"], map=None if merged["map"] is None else check_map(Path(merged["map"])),
         kept_map=merged["kept_map"], learn=merged["learn"], router_top_k=merged["router_top_k"],
         warm=None if merged.settings["warm"].source == config.DEFAULT else merged["warm"],
         extra=(*merged["llama_args"], *extra),

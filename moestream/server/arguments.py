@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moestream.errors import MoestreamError
+from moestream.sizes import parse_size
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8080
@@ -29,6 +30,8 @@ _OWNED: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("--moe-io",), "--io"),
     (("--moe-policy",), "--policy"),
     (("--moe-overlap",), "--overlap"),
+    (("--moe-ram",), "--ram"),
+    (("--moe-prefetch",), "--prefetch"),
     (("--moe-map",), "--map"),
     (("--moe-map-pin",), "--router-top-k"),
     (("--moe-warm",), "--warm"),
@@ -55,6 +58,8 @@ class ServerSettings:
         io: ``auto``, ``direct`` or ``buffered`` reads.
         policy: who is evicted: ``lru``, ``lfu`` or ``heat``.
         overlap: ``on`` or ``off``: whether a layer computes with what is there while experts are read.
+        ram: memory below the slots, for experts that lost theirs: a size, ``auto`` for what is left, or ``none``.
+        prefetch: ``auto``, ``on`` or ``off``: whether experts are read ahead that the next layer will probably choose.
         map: the model's router map.
         kept_map: whether to start with the router map that is kept of the model; None: unless another one is given. False: nothing is
             recorded for it either.
@@ -75,6 +80,8 @@ class ServerSettings:
     io: str | None = None
     policy: str | None = None
     overlap: str | None = None
+    ram: str | None = None
+    prefetch: str | None = None
     map: Path | None = None
     kept_map: bool | None = None
     learn: str | None = None
@@ -135,6 +142,17 @@ def check_warm(value: str) -> str:
     return value
 
 
+def check_ram(value: str) -> str:
+    """Refuse what the engine would refuse later.
+
+    Raises:
+        MoestreamError: neither ``auto`` nor ``none`` nor a size.
+    """
+    if value not in ("auto", "none"):
+        parse_size("--ram", value)
+    return value
+
+
 def check_top_k(value: int) -> int:
     """Refuse what is no number of experts.
 
@@ -186,6 +204,8 @@ def _streaming_flags(settings: ServerSettings) -> list[tuple[str, str, int | str
         ("--io", "--moe-io", settings.io),
         ("--policy", "--moe-policy", settings.policy),
         ("--overlap", "--moe-overlap", settings.overlap),
+        ("--ram", "--moe-ram", settings.ram),
+        ("--prefetch", "--moe-prefetch", settings.prefetch),
         ("--map", "--moe-map", settings.map and str(settings.map)),
         ("--router-top-k", "--moe-map-pin", settings.router_top_k),
         ("--warm", "--moe-warm", settings.warm),
@@ -204,6 +224,8 @@ def check_streaming_flags(settings: ServerSettings) -> None:
         check_io_threads(settings.io_threads)
     if settings.warm is not None:
         check_warm(settings.warm)
+    if settings.ram is not None:
+        check_ram(settings.ram)
     if top_k is not None:
         check_top_k(top_k)
     if settings.map is not None and settings.kept_map is not None:

@@ -51,6 +51,10 @@ def slots_line(stats: Stats, *, requested: str = "", sleeping: bool = False) -> 
     text += f", {io.get('mode')} reads, {io.get('in_flight')} in flight by {io.get('threads')} {'thread' if io.get('threads') == 1 else 'threads'}"
     text += " with io_uring" if io.get("backend") == "uring" else ""
     text += f", overlap {'on' if raw.get('overlap') else 'off'}"
+    if ram := (raw.get("memory") or {}).get("ram_bytes"):
+        text += f", {size(ram)} of RAM for experts without a slot"
+    if (prefetch := raw.get("prefetch") or {}) and not prefetch.get("reason"):
+        text += f", prefetch {prefetch.get('requested')}"
     if pin := (raw.get("map") or {}).get("pin"):
         text += f", {pin} experts of {raw['map'].get('name')} pinned in each"
     if (warm := raw.get("warm", "off")) != "off":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from moestream.commands.map import parse_size
 from moestream.commands.trace import parse_list
 from moestream.errors import MoestreamError
 from moestream.routing.replay import LayerCounts, Run, best_start, predicted_tps
+from moestream.sizes import parse_size
 
 
 def run(policy: str = "lru", slots: int | None = 8, hits: int = 30, misses: int = 10, tokens: int = 4) -> Run:
