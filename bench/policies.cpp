@@ -2,7 +2,9 @@
 //
 // usage: policies cost                      nanoseconds of begin_slots() when every expert is in its slot, and of a victim
 //        policies hits [ROUTING.csv]        share of hits by slots, on made routing or what routing-dump wrote
+//        policies ram [ROUTING.csv]         what a RAM tier below the slots finds, exclusive and inclusive
 
+#include "ram-tier.h"
 #include "stream.h"
 
 #include <algorithm>
@@ -253,7 +255,7 @@ static double hit_percent(const routing & r, int32_t experts, int32_t slots, pol
     return 100.0 * (double) n_hit / (double) std::max<int64_t>(n, 1);
 }
 
-static void print_hits(const char * dump) {
+static std::vector<workload> workloads_of(const char * dump) {
     std::vector<workload> workloads;
     const auto make = [&](const char * name, double skew, double locality, int32_t drift) {
         workload w { name, n_expert, {} };
@@ -272,6 +274,11 @@ static void print_hits(const char * dump) {
         make("popularity, quickest drift",      1.2, 0.3, 300);
         make("topics",                          0.3, 1.5, 0);
     }
+    return workloads;
+}
+
+static void print_hits(const char * dump) {
+    const std::vector<workload> workloads = workloads_of(dump);
     printf("%-34s", "hits in % (lru lfu heat) at slots:");
     for (const char * share : { "1/8", "1/4", "1/2", "3/4" }) {
         printf("   %-14s", share);
@@ -294,13 +301,93 @@ static void print_hits(const char * dump) {
     }
 }
 
+//
+// RAM tier
+//
+
+namespace {
+
+struct tier_counts {
+    int64_t n      = 0; // experts used
+    int64_t n_read = 0; // from the disk
+    int64_t n_copy = 0; // between slots and slabs, both ways
+};
+
+} // namespace
+
+// slots: of each layer; slabs: of all together. Exclusive as in stream.cpp; inclusive: what is read goes to a slab too, and stays there
+// while it is in a slot. The first 64 tokens do not count.
+static tier_counts use_tier(const workload & w, int32_t slots, int32_t slabs, bool exclusive) {
+    const int32_t layers = (int32_t) w.layers.size();
+    std::vector<std::unique_ptr<slot_pool>> pools;
+    for (int32_t i = 0; i < layers; ++i) {
+        pools.push_back(std::make_unique<slot_pool>(slots, w.n_expert, policy_kind::lru));
+    }
+    constexpr uint64_t bytes = ram_tier::alignment;
+    ram_tier tier(std::vector<ram_tier::layer_size>(layers, { bytes, w.n_expert, exclusive ? slots : 0 }), slabs * bytes);
+    tier_counts c;
+    std::vector<placement> placed;
+    for (size_t t = 0; t < w.layers[0].size(); ++t) {
+        for (int32_t i = 0; i < layers; ++i) {
+            const std::vector<int32_t> & used = w.layers[i][t];
+            pools[i]->acquire(used.data(), (int32_t) used.size(), placed);
+            const int64_t counts = t >= 64;
+            for (const placement & p : placed) {
+                c.n += counts;
+                if (!p.miss) {
+                    continue;
+                }
+                pools[i]->commit(p.slot);
+                const int32_t slab = tier.find(i, p.expert);
+                c.n_read += counts * (slab < 0);
+                c.n_copy += counts * (slab >= 0);
+                if (slab >= 0) {
+                    tier.forget(slab);
+                }
+                const int32_t kept = exclusive ? p.victim : p.expert;
+                if (kept >= 0) {
+                    const int32_t to = tier.claim(i, kept);
+                    if (to >= 0) {
+                        tier.release(to);
+                        c.n_copy += counts * (exclusive || slab < 0);
+                    }
+                }
+            }
+        }
+    }
+    return c;
+}
+
+static void print_tiers(const char * dump) {
+    printf("experts read from the disk, %% of those used, by slots + slabs (shares of all experts):\n");
+    printf("%-34s  all as slots, exclusive (copies %%), inclusive (copies %%)\n", "");
+    for (const workload & w : workloads_of(dump)) {
+        printf("%-34s", w.name.c_str());
+        for (const auto & [slot_share, slab_share] : { std::pair { 0.125, 0.25 }, { 0.25, 0.25 }, { 0.25, 0.5 } }) {
+            const auto share_of = [&](double share) { return std::max((int32_t) (share * w.n_expert), (int32_t) w.layers[0][0].size()); };
+            const int32_t slots = share_of(slot_share);
+            const int32_t slabs = (int32_t) (slab_share * w.n_expert * (double) w.layers.size());
+            const auto percent = [](int64_t n, const tier_counts & c) { return 100.0 * (double) n / (double) c.n; };
+            const tier_counts alone     = use_tier(w, share_of(slot_share + slab_share), 0, true);
+            const tier_counts exclusive = use_tier(w, slots, slabs, true);
+            const tier_counts inclusive = use_tier(w, slots, slabs, false);
+            printf("   %.3f+%.2f: %4.1f %4.1f (%2.0f) %4.1f (%2.0f)", slot_share, slab_share, percent(alone.n_read, alone),
+                percent(exclusive.n_read, exclusive), percent(exclusive.n_copy, exclusive), percent(inclusive.n_read, inclusive),
+                percent(inclusive.n_copy, inclusive));
+        }
+        printf("\n");
+    }
+}
+
 int main(int argc, char ** argv) {
     if (argc == 2 && strcmp(argv[1], "cost") == 0) {
         print_cost();
     } else if ((argc == 2 || argc == 3) && strcmp(argv[1], "hits") == 0) {
         print_hits(argc == 3 ? argv[2] : nullptr);
+    } else if ((argc == 2 || argc == 3) && strcmp(argv[1], "ram") == 0) {
+        print_tiers(argc == 3 ? argv[2] : nullptr);
     } else {
-        fprintf(stderr, "usage: %s cost | hits [ROUTING.csv]\n", argv[0]);
+        fprintf(stderr, "usage: %s cost | hits [ROUTING.csv] | ram [ROUTING.csv]\n", argv[0]);
         return 2;
     }
     return 0;

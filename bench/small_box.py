@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -76,11 +77,13 @@ def stock_side(load_mode: str, repack: bool = False) -> Side:
     return Side(f"stock {load_mode}", ("-lm", load_mode), repack=repack and load_mode != "mmap")
 
 
-def moestream_side(a: argparse.Namespace, slots: str) -> Side:
+def moestream_side(a: argparse.Namespace, slots: str, also: str = "") -> Side:
+    """also: more arguments, which come last and so win over the others; they are in the side's name."""
     args = ["--moe-slots", slots, "--moe-io", a.moe_io, "--moe-policy", a.moe_policy, "--moe-overlap", a.moe_overlap]
     if a.moe_io_threads:
         args += ["--moe-io-threads", str(a.moe_io_threads)]
-    return Side(f"moestream {slots} slots", (*args, *a.moe_arg), streams=True, repack=a.kernels == "default")
+    name = f"moestream {slots} slots" + (f" {also.replace('--moe-', '')}" if also else "")
+    return Side(name, (*args, *a.moe_arg, *shlex.split(also)), streams=True, repack=a.kernels == "default")
 
 
 # --- what came out ---------------------------------------------------------------------------------------------------
@@ -351,8 +354,8 @@ def first_difference(a: bytes, b: bytes) -> int | None:
     return next((i for i in range(n) if a[i] != b[i]), n)
 
 
-def check_identity(bench: Bench, reference: Side, other: Side | None, n_parallel: int = 0) -> dict[str, Any]:
-    """Reference against itself, then against ``other``: one token at a time, ``n_parallel`` at a time, all at once.
+def check_identity(bench: Bench, reference: Side, others: Sequence[Side], n_parallel: int = 0) -> dict[str, Any]:
+    """Reference against itself, then against the others: one token at a time, ``n_parallel`` at a time, all at once.
 
     Raises:
         MoestreamError: any byte differs.
@@ -361,9 +364,7 @@ def check_identity(bench: Bench, reference: Side, other: Side | None, n_parallel
     ubatches = {"decode": 1, "prompt": 512} | ({f"np{n_parallel}": n_parallel} if n_parallel > 1 else {})
     for name, ubatch in ubatches.items():
         want = bench.logits(reference, ubatch)
-        for side in (reference, other):
-            if side is None:
-                continue
+        for side in (reference, *others):
             at = first_difference(want, bench.logits(side, ubatch))
             if at is not None:
                 raise MoestreamError(
@@ -371,7 +372,7 @@ def check_identity(bench: Bench, reference: Side, other: Side | None, n_parallel
                     hint="a speed from other output means nothing; find the difference first",
                 )
         n_bytes[name] = len(want)
-    return {"equal": True, "logits_bytes": n_bytes, "sides": [reference.name, other.name if other else reference.name]}
+    return {"equal": True, "logits_bytes": n_bytes, "sides": [reference.name, *(side.name for side in others)]}
 
 
 class _optional:
@@ -518,6 +519,11 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--moe-arg", action="append", default=[], metavar="ARG", help="one more argument for that side; may be repeated"
     )
+    g.add_argument(
+        "--also", action="append", default=[], metavar="ARGS",
+        help="one more moestream side, with these arguments too: '--moe-policy heat'; may be repeated",
+    )  # fmt: skip
+    g.add_argument("--without-stock", action="store_true", help="compare moestream's sides; logits with stock's all the same")
     g.add_argument("--stock-only", action="store_true", help="only the stock side: an engine without the patches")
     return p
 
@@ -565,7 +571,7 @@ def measure(a: argparse.Namespace) -> Result:
                 f"the llama-bench in {bin_dir} has no --moe-slots: it is not a patched engine",
                 hint="moestream build, or --stock-only for stock alone",
             )
-        sides.append(moestream_side(a, "all" if a.all_slots else a.slots))
+        sides += [moestream_side(a, "all" if a.all_slots else a.slots, also) for also in ("", *a.also)]
 
     kib = None if a.read_ahead_kib == "keep" else int(a.read_ahead_kib)
     runs: list[Run] = []
@@ -573,7 +579,9 @@ def measure(a: argparse.Namespace) -> Result:
         _say("comparing logits")
         # bits depend on the kernels: the same ones on both sides, in the box or out of it
         reference = stock if a.stock_only or sides[1].repack == stock.repack else stock_side("none", repack=True)
-        identity = check_identity(bench, reference, sides[1] if len(sides) > 1 else None, a.np)
+        identity = check_identity(bench, reference, sides[1:], a.np)
+        if a.without_stock:
+            sides = sides[1:]
         for i in range(a.runs):
             for side in sides:
                 _say(f"run {i + 1} of {a.runs}: {side.name}")
@@ -584,7 +592,7 @@ def measure(a: argparse.Namespace) -> Result:
                     runs.append(bench.server(side, a.np, a.tokens))
 
     rows = summarise(runs)
-    speedups = ratios(rows, stock.name)
+    speedups = ratios(rows, sides[0].name)
     curve = routing.load(facts.files[0])
     setting = {
         "model": facts.files[0].name,
@@ -606,7 +614,7 @@ def measure(a: argparse.Namespace) -> Result:
         "",
         table(rows),
         "",
-        *(f"{name}: {value:.2f}x {stock.name}" for name, value in speedups.items()),
+        *(f"{name}: {value:.2f}x {sides[0].name}" for name, value in speedups.items()),
         *([""] if speedups else []),
         curve.text() if curve else f"hit rate by slots: not measured; run bench/routing.py {a.model}",
     ]

@@ -18,6 +18,9 @@ enough that a wrong expert changes the logits and too little to wipe out the rou
 the real model, by ``bench/routing.py``.
 
     python bench/synthetic.py --hit 75 models/qwen3moe-30b-a3b-hit75.gguf
+
+``--arch gemma4`` writes the shape of Gemma-4-26B-A4B instead: a dense FFN beside the experts, gate and up merged, sliding windows. Its weights, and
+so its routing, are random throughout: for memory and start-up, not for speed.
 """
 
 from __future__ import annotations
@@ -114,15 +117,6 @@ def write_model(
     plan = _Plan(n_layer, n_expert, n_used, d_model, d_ff, n_head, n_head_kv, d_head, n_vocab, routing, gain)
     plan.check()
     tensors = list(plan.tensors(_type(expert_type), _type(dense_type)))
-    total = sum(t.size_bytes for t in tensors)
-
-    for t in tensors:
-        block = gguf.GGML_QUANT_SIZES[t.type][0]
-        if t.shape[-1] % block:
-            raise MoestreamError(
-                f"{t.name} has rows of {t.shape[-1]} values, no multiple of the {block} of {t.type.name}",
-                hint="choose widths that are multiples of the block, or type F32",
-            )
 
     writer = gguf.GGUFWriter(path, "qwen3moe")
     writer.add_name(f"synthetic qwen3moe {n_layer}x{n_expert}")
@@ -149,7 +143,117 @@ def write_model(
     writer.add_float32("moestream.synthetic.gain", gain)
     _add_vocabulary(writer, n_vocab)
 
+    _write(path, writer, tensors, seed, progress)
+    return path
+
+
+def write_gemma4(
+    path: str | os.PathLike[str],
+    *,
+    n_layer: int = 30,
+    n_expert: int = 128,
+    n_used: int = 8,
+    d_model: int = 2816,
+    d_ff: int = 704,
+    d_ff_dense: int = 2112,
+    n_head: int = 16,
+    n_head_kv: int = 8,
+    d_head: int = 256,
+    n_vocab: int = 262144,
+    n_ctx: int = 32768,
+    expert_type: str = "Q4_0",
+    dense_type: str = "Q8_0",
+    seed: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write a gemma4 GGUF of random weights; arguments as of :func:`write_model`.
+
+    Args:
+        d_ff_dense: width of the FFN that every token goes through.
+    """
+    f32, expert, dense = gguf.GGMLQuantizationType.F32, _type(expert_type), _type(dense_type)
+    q, kv = n_head * d_head, n_head_kv * d_head
+    tensors: list[_Tensor] = []
+
+    def ones(name: str, n: int) -> None:
+        tensors.append(_Tensor(name, (n,), f32, lambda rng: np.ones(n, np.float32)))
+
+    def random(name: str, shape: tuple[int, ...], type: gguf.GGMLQuantizationType) -> None:
+        tensors.append(_Tensor(name, shape, type, lambda rng: random_weights(rng, shape, type, 1 / math.sqrt(shape[-1]))))
+
+    random("token_embd.weight", (n_vocab, d_model), dense)
+    ones("rope_freqs.weight", d_head // 2)
+    for i in range(n_layer):
+        p = f"blk.{i}."
+        for norm in (
+            "attn_norm",
+            "post_attention_norm",
+            "ffn_norm",
+            "post_ffw_norm",
+            "pre_ffw_norm_2",
+            "post_ffw_norm_1",
+            "post_ffw_norm_2",
+        ):
+            ones(f"{p}{norm}.weight", d_model)
+        ones(p + "attn_q_norm.weight", d_head)
+        ones(p + "attn_k_norm.weight", d_head)
+        random(p + "attn_q.weight", (q, d_model), dense)
+        random(p + "attn_k.weight", (kv, d_model), dense)
+        random(p + "attn_v.weight", (kv, d_model), dense)
+        random(p + "attn_output.weight", (d_model, q), dense)
+        random(p + "ffn_gate.weight", (d_ff_dense, d_model), dense)
+        random(p + "ffn_up.weight", (d_ff_dense, d_model), dense)
+        random(p + "ffn_down.weight", (d_model, d_ff_dense), dense)
+        random(p + "ffn_gate_inp.weight", (n_expert, d_model), f32)
+        ones(p + "ffn_gate_inp.scale", d_model)
+        random(p + "ffn_gate_up_exps.weight", (n_expert, 2 * d_ff, d_model), expert)
+        random(p + "ffn_down_exps.weight", (n_expert, d_model, d_ff), expert)
+        ones(p + "ffn_down_exps.scale", n_expert)
+    ones("output_norm.weight", d_model)
+
+    path = Path(path)
+    writer = gguf.GGUFWriter(path, "gemma4")
+    writer.add_name(f"synthetic gemma4 {n_layer}x{n_expert}")
+    writer.add_block_count(n_layer)
+    writer.add_context_length(n_ctx)
+    writer.add_embedding_length(d_model)
+    writer.add_feed_forward_length(d_ff_dense)
+    writer.add_expert_feed_forward_length(d_ff)
+    writer.add_expert_count(n_expert)
+    writer.add_expert_used_count(n_used)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_key_length(d_head)
+    writer.add_value_length(d_head)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(ROPE_BASE)
+    writer.add_rope_dimension_count(d_head)
+    for key, value in (
+        ("attention.key_length_swa", d_head), ("attention.value_length_swa", d_head), ("rope.dimension_count_swa", d_head),
+        ("attention.sliding_window", 1024), ("attention.shared_kv_layers", 0), ("embedding_length_per_layer_input", 0),
+    ):  # fmt: skip
+        writer.add_uint32(f"gemma4.{key}", value)
+    writer.add_float32("gemma4.rope.freq_base_swa", 1e4)
+    writer.add_float32("gemma4.final_logit_softcapping", 30.0)
+    writer.add_array("gemma4.attention.sliding_window_pattern", [i % 6 != 5 for i in range(n_layer)])
+    writer.add_uint32("moestream.synthetic.seed", seed)
+    _add_vocabulary(writer, n_vocab)
+    _write(path, writer, tensors, seed, progress)
+    return path
+
+
+def _write(
+    path: Path, writer: gguf.GGUFWriter, tensors: list[_Tensor], seed: int, progress: Callable[[int, int], None] | None
+) -> None:
+    """The tensors behind the metadata that the writer has."""
+    total = sum(t.size_bytes for t in tensors)
     for t in tensors:
+        block = gguf.GGML_QUANT_SIZES[t.type][0]
+        if t.shape[-1] % block:
+            raise MoestreamError(
+                f"{t.name} has rows of {t.shape[-1]} values, no multiple of the {block} of {t.type.name}",
+                hint="choose widths that are multiples of the block, or type F32",
+            )
         writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.size_bytes, raw_dtype=t.type)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +277,6 @@ def write_model(
         raise MoestreamError(
             f"cannot write {path} ({total} bytes): {e.strerror or e}", hint="check the folder and the free space of its disk"
         ) from e
-    return path
 
 
 def _make(t: _Tensor, seed: int) -> np.ndarray:
@@ -395,11 +498,14 @@ def _add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description="Write a synthetic qwen3moe GGUF with skewed, local routing.")
     p.add_argument("path", type=Path, help="file to write")
+    p.add_argument(
+        "--arch", choices=("qwen3moe", "gemma4"), default="qwen3moe", help="gemma4: its shape is fixed but for --layers"
+    )
     p.add_argument("--hit", type=int, choices=sorted(PRESETS), default=75, help="LRU hits in percent at 32 of 128 slots")
     p.add_argument("--skew", type=float, help="popularity of experts, instead of the preset's")
     p.add_argument("--locality", type=float, help="weight of recent tokens, instead of the preset's")
     p.add_argument("--recency", type=float, help="how fast older tokens fade: distance^-RECENCY, instead of the preset's")
-    p.add_argument("--layers", type=int, default=48)
+    p.add_argument("--layers", type=int, help="48, of gemma4 30")
     p.add_argument("--experts", type=int, default=128)
     p.add_argument("--used", type=int, default=8, help="experts chosen for a token")
     p.add_argument("--d-model", type=int, default=2048)
@@ -426,11 +532,15 @@ def main(argv: list[str] | None = None) -> int:
 
     start = time.monotonic()
     try:
-        write_model(
-            a.path, n_layer=a.layers, n_expert=a.experts, n_used=a.used, d_model=a.d_model, d_ff=a.d_ff, n_head=a.heads,
-            n_head_kv=a.kv_heads, d_head=a.d_head, n_vocab=a.vocab, expert_type=a.expert_type, dense_type=a.dense_type,
-            seed=a.seed, routing=routing, progress=progress,
-        )  # fmt: skip
+        if a.arch == "gemma4":
+            write_gemma4(a.path, n_layer=a.layers or 30, seed=a.seed, progress=progress)
+            routing = UNIFORM
+        else:
+            write_model(
+                a.path, n_layer=a.layers or 48, n_expert=a.experts, n_used=a.used, d_model=a.d_model, d_ff=a.d_ff, n_head=a.heads,
+                n_head_kv=a.kv_heads, d_head=a.d_head, n_vocab=a.vocab, expert_type=a.expert_type, dense_type=a.dense_type,
+                seed=a.seed, routing=routing, progress=progress,
+            )  # fmt: skip
     except MoestreamError as e:
         print(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else ""), file=sys.stderr)
         return e.exit_code

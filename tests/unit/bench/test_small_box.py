@@ -106,7 +106,7 @@ def test_a_missing_program(tmp_path):
 
 def test_equal_logits_pass(tmp_path):
     program(tmp_path, "llama-results", FAKE_RESULTS, DIFFERS_AT="never")
-    report = small_box.check_identity(bench(tmp_path), STOCK, MOE, n_parallel=4)
+    report = small_box.check_identity(bench(tmp_path), STOCK, [MOE], n_parallel=4)
     assert report["equal"] and report["logits_bytes"] == {"decode": 48, "prompt": 48, "np4": 48}
 
 
@@ -114,7 +114,7 @@ def test_equal_logits_pass(tmp_path):
 def test_one_different_bit_is_refused(tmp_path, ubatch, phase):
     program(tmp_path, "llama-results", FAKE_RESULTS, DIFFERS_AT=ubatch)
     with pytest.raises(MoestreamError, match=f"outputs differ.*{phase}: byte 28 of 48"):
-        small_box.check_identity(bench(tmp_path), STOCK, MOE, n_parallel=4)
+        small_box.check_identity(bench(tmp_path), STOCK, [MOE], n_parallel=4)
 
 
 def test_first_difference():
@@ -131,6 +131,9 @@ def test_flags_of_both_sides():
     assert side.args == (
         "--moe-slots", "24", "--moe-io", "auto", "--moe-policy", "lru", "--moe-overlap", "on", "--moe-io-threads", "6", "-lm", "none",
     )  # fmt: skip
+    other = small_box.moestream_side(a, a.slots, "--moe-policy heat --moe-overlap off")
+    assert other.args == (*side.args, "--moe-policy", "heat", "--moe-overlap", "off")
+    assert other.name == "moestream 24 slots policy heat overlap off"
     assert small_box.stock_side("none").args == ("-lm", "none")
     assert small_box.stock_side("none").kernels("llama-bench") == ("--repack", "0")
     assert small_box.stock_side("none").kernels("llama-server") == ("--no-repack",)
