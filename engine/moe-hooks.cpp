@@ -1444,7 +1444,8 @@ static void set_up_guesses(moe_stream & moe) {
         why = "the model has no routers of the usual name, or only one layer of experts";
         return;
     }
-    moe.next_router = std::make_unique<moe::router_guess>(std::move(routers));
+    const char * noise = getenv("MOESTREAM_GUESS_NOISE");
+    moe.next_router = std::make_unique<moe::router_guess>(std::move(routers), noise ? (uint32_t) std::clamp(atoi(noise), 0, 100) : 0);
 }
 
 void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<const ggml_tensor *, ggml_prec> & prec) {

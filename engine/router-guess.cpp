@@ -8,7 +8,7 @@ namespace moe {
 
 static constexpr int64_t n_chunk = 256; // values of a row at a time; the largest block of any type
 
-router_guess::router_guess(std::vector<router_weights> routers_in) : routers(std::move(routers_in)) {
+router_guess::router_guess(std::vector<router_weights> routers_in, uint32_t noise) : routers(std::move(routers_in)), noise(noise) {
     size_t n_expert_max = 0;
     for (router_weights & r : routers) {
         if (n_chunk % r.block_size != 0 || r.n_embd % r.block_size != 0) {
@@ -90,7 +90,13 @@ void router_guess::choose(const router_weights & r, int32_t n_tokens) {
     std::fill(seen.begin(), seen.end(), 0);
     for (int32_t k = 0; k < std::min(r.n_used, r.n_expert); ++k) {
         for (int32_t t = 0; t < n_tokens; ++t) {
-            const int32_t e = order[t * r.n_expert + k];
+            int32_t e = order[t * r.n_expert + k];
+            if (noise > 0) { // xorshift (Marsaglia)
+                random ^= random << 13;
+                random ^= random >> 7;
+                random ^= random << 17;
+                e = (random >> 40) % 100 < noise ? (int32_t) ((random >> 8) % (uint64_t) r.n_expert) : e;
+            }
             if (!seen[e]) {
                 seen[e] = 1;
                 found.push_back(e);

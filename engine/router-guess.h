@@ -31,8 +31,8 @@ class router_guess {
 public:
     static constexpr int32_t n_tokens_max = 8; // of a wider batch, the last
 
-    // n_layer: routers, set before anybody guesses
-    explicit router_guess(std::vector<router_weights> routers);
+    // noise: percent of the guesses that are replaced by any expert, to see what wrong ones cost
+    explicit router_guess(std::vector<router_weights> routers, uint32_t noise = 0);
 
     bool knows(int32_t i_layer) const { return i_layer >= 0 && i_layer < (int32_t) routers.size() && routers[i_layer].rows; }
 
@@ -49,6 +49,8 @@ private:
     void choose(const router_weights & r, int32_t n_tokens);
 
     std::vector<router_weights> routers;
+    const uint32_t              noise;
+    uint64_t                    random = 0x9e3779b97f4a7c15u;
     std::vector<float>          scores; // [token][expert]
     std::vector<int32_t>        order;  // [token][expert]
     std::vector<int32_t>        found;

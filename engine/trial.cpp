@@ -5,11 +5,9 @@
 
 namespace moe {
 
-constexpr bool trial::windows[4];
-
 trial::trial() {
     for (auto & t : times) {
-        t.reserve(2 * n_window);
+        t.reserve(n_trial);
     }
 }
 
@@ -37,14 +35,15 @@ void trial::note(uint64_t us, int64_t n) {
         n_tokens = n;
         begin();
     }
+    const bool on = is_on();
     if (n_noted++ > 0) {
-        times[windows[i_window]].push_back(us);
+        times[on].push_back(us);
     }
-    if (n_noted < n_window) {
+    if (n_noted < (on ? n_on : n_off)) {
         return;
     }
     n_noted = 0;
-    if (++i_window < 4) {
+    if (++i_window < 5) {
         return;
     }
     choice   = mean_of(times[1]) < (1 - margin) * mean_of(times[0]);

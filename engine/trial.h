@@ -2,7 +2,7 @@
 
 // Whether something that costs is worth it, found out by having it and not having it in turn. Pure: time is what it is told.
 //
-// Four windows of graphs, with it, without, without, with it, so that a machine that gets slower or faster meanwhile affects both; then the
+// Windows of graphs, with it and, shorter, without, in turn, so that a machine that gets slower or faster meanwhile affects both; then the
 // better way for many graphs, and again. With it must be faster by more than the margin: it wears the drive. What a window begins
 // with is not counted, and neither is the slowest tenth.
 
@@ -13,14 +13,16 @@ namespace moe {
 
 class trial {
 public:
-    static constexpr int32_t n_window = 17;   // graphs; the first is not counted
+    static constexpr int32_t n_on     = 17;   // graphs of a window; the first is not counted
+    static constexpr int32_t n_off    = 9;
+    static constexpr int32_t n_trial  = 3 * n_on + 2 * n_off; // graphs until there is a choice
     static constexpr int32_t n_rest   = 1024; // graphs, until it is tried again
     static constexpr double  margin   = 0.01;
 
     trial();
 
     // for the graph that begins
-    bool is_on() const { return resting > 0 ? choice : windows[i_window]; }
+    bool is_on() const { return resting > 0 ? choice : i_window % 2 == 0; }
 
     // how long that graph took; of n_tokens: a batch of another size begins the trial anew
     void note(uint64_t us, int64_t n_tokens);
@@ -29,8 +31,6 @@ public:
     bool has_chosen() const { return n_trials > 0; }
 
 private:
-    static constexpr bool windows[4] = { true, false, false, true };
-
     void begin();
 
     std::vector<uint64_t> times[2]; // without, with it

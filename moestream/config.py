@@ -49,7 +49,7 @@ FILE_NAME = "moestream.yaml"
 VARIABLE = "MOESTREAM_"
 COMMAND_LINE, DEFAULT = "command line", "default"
 # Variables of that prefix which are no settings of start.
-OTHER_VARIABLES = ("HOME", "ENGINE_DIR", "BINS_URL", "STATS_FILE", "CHECK", "POISON")
+OTHER_VARIABLES = ("HOME", "ENGINE_DIR", "BINS_URL", "STATS_FILE", "CHECK", "POISON", "GUESS_NOISE")
 _MAX_BYTES = 1 << 20
 _MAX_NODES = 20_000  # YAML's aliases make few bytes many
 _REFERENCE = "docs/config.md lists the keys; moestream config check looks at everything"

@@ -154,6 +154,23 @@ TEST(other_types_are_read_in_blocks) {
     CHECK(!router_guess({ w }).knows(0));
 }
 
+TEST(noise_makes_guesses_wrong) {
+    router r(100, 16, 10, 15);
+    router_guess g({ r.w }, 40);
+    int n = 0, n_right = 0;
+    for (uint64_t seed = 1; seed <= 200; ++seed) {
+        const auto state = random_state(16, 100 + seed);
+        CHECK(g.score(0, state.data(), 0, 1, 0, 1));
+        const auto best = r.best(state);
+        for (const int32_t e : g.best()) {
+            CHECK(e >= 0 && e < 100);
+            n       += 1;
+            n_right += std::count(best.begin(), best.end(), e) > 0;
+        }
+    }
+    CHECK(n_right > 0.55 * n && n_right < 0.72 * n);
+}
+
 TEST(no_number_is_no_crash) {
     router r(16, 8, 4, 14);
     std::vector<float> state(8, NAN);

@@ -14,7 +14,7 @@ static void run(trial & t, int n, uint64_t us_on, uint64_t us_off, test_random &
 TEST(what_helps_stays_on) {
     test_random rnd(1);
     trial t;
-    run(t, 4 * trial::n_window, 900, 1000, rnd, 10);
+    run(t, trial::n_trial, 900, 1000, rnd, 10);
     CHECK(t.has_chosen() && t.is_on());
 }
 
@@ -22,21 +22,21 @@ TEST(what_hurts_is_switched_off) {
     test_random rnd(2);
     trial t;
     CHECK(t.is_on() && !t.has_chosen());
-    run(t, 4 * trial::n_window, 1100, 1000, rnd, 10);
+    run(t, trial::n_trial, 1100, 1000, rnd, 10);
     CHECK(t.has_chosen() && !t.is_on());
 }
 
 TEST(what_changes_nothing_is_switched_off) {
     test_random rnd(3);
     trial t;
-    run(t, 4 * trial::n_window, 1000, 1000, rnd);
+    run(t, trial::n_trial, 1000, 1000, rnd);
     CHECK(!t.is_on());
 }
 
 TEST(a_few_slow_graphs_decide_nothing) {
     test_random rnd(4);
     trial t;
-    for (int i = 0; i < 4 * trial::n_window; ++i) {
+    for (int i = 0; i < trial::n_trial; ++i) {
         const bool hiccup = t.is_on() && i % 17 == 5;
         t.note(hiccup ? 50000 : t.is_on() ? 900 : 1000, 1);
     }
@@ -45,7 +45,7 @@ TEST(a_few_slow_graphs_decide_nothing) {
 
 TEST(a_machine_that_gets_slower_favours_neither) {
     trial t;
-    for (int i = 0; i < 4 * trial::n_window; ++i) {
+    for (int i = 0; i < trial::n_trial; ++i) {
         t.note((t.is_on() ? 950 : 1000) + 5 * (uint64_t) i, 1);
     }
     CHECK(t.is_on());
@@ -54,20 +54,20 @@ TEST(a_machine_that_gets_slower_favours_neither) {
 TEST(it_is_tried_again_and_the_choice_may_change) {
     test_random rnd(5);
     trial t;
-    run(t, 4 * trial::n_window, 1100, 1000, rnd);
+    run(t, trial::n_trial, 1100, 1000, rnd);
     for (int i = 0; i < trial::n_rest; ++i) {
         CHECK(!t.is_on());
         t.note(1000, 1);
     }
-    run(t, 4 * trial::n_window, 900, 1000, rnd);
+    run(t, trial::n_trial, 900, 1000, rnd);
     CHECK(t.is_on());
 }
 
 TEST(a_batch_of_another_size_begins_anew) {
     test_random rnd(6);
     trial t;
-    run(t, 3 * trial::n_window, 5000, 1000, rnd);
-    run(t, 4 * trial::n_window, 900, 1000, rnd, 0, 4);
+    run(t, trial::n_trial - 5, 5000, 1000, rnd);
+    run(t, trial::n_trial, 900, 1000, rnd, 0, 4);
     CHECK(t.has_chosen() && t.is_on());
 }
 
