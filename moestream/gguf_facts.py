@@ -113,6 +113,7 @@ class GgufFacts:
     Attributes:
         files: the shards in order; one path for a model in one file.
         file_bytes: size of each file on disk.
+        end_bytes: where each file ends by its header, with the padding behind its last tensor, which a file may lack.
         architecture: ``general.architecture``.
         name: ``general.name``, empty where missing.
         n_layer: layers without the MTP layers.
@@ -133,6 +134,7 @@ class GgufFacts:
 
     files: tuple[Path, ...]
     file_bytes: tuple[int, ...]
+    end_bytes: tuple[int, ...]
     architecture: str
     name: str
     n_layer: int
@@ -308,6 +310,7 @@ class _Header:
     array_len: dict[str, int]
     tensors: list[_Tensor]
     file_bytes: int
+    end_bytes: int
 
 
 class _Cursor:
@@ -523,7 +526,7 @@ def _parse(cur: _Cursor) -> _Header:
                 path, f"tensor {t.name} begins at {t.offset - data_start} of the data, {expected - data_start} is expected"
             )
         expected += -(-t.size_bytes // alignment) * alignment
-    return _Header(kv, array_len, tensors, cur.file_bytes)
+    return _Header(kv, array_len, tensors, cur.file_bytes, expected)
 
 
 def _scalar(cur: _Cursor, type_id: int, key: str) -> Any:
@@ -622,6 +625,7 @@ def _facts(files: tuple[Path, ...], headers: list[_Header]) -> GgufFacts:
     return GgufFacts(
         files=files,
         file_bytes=tuple(h.file_bytes for h in headers),
+        end_bytes=tuple(h.end_bytes for h in headers),
         architecture=arch,
         name=str(kv.get("general.name", "")),
         n_layer=n_layer_all - n_layer_mtp,

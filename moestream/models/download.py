@@ -25,8 +25,11 @@ def _new_digest(file: ModelFile) -> Any:
     return hashlib.sha256()
 
 
-def has_content(file: ModelFile, path: Path) -> bool:
+def has_content(file: ModelFile, path: Path, progress: Callable[[int], None] = lambda n_bytes: None) -> bool:
     """Whether a file on disk is what the hub has. Reads all of it, unless its size tells already.
+
+    Args:
+        progress: is called with the bytes that were read since.
 
     Raises:
         OSError: it cannot be read.
@@ -35,17 +38,18 @@ def has_content(file: ModelFile, path: Path) -> bool:
         if os.fstat(stream.fileno()).st_size != file.size_bytes:
             return False
         digest = _new_digest(file)
-        _update(digest, stream, file.size_bytes)
+        _update(digest, stream, file.size_bytes, progress)
     return bool(digest.hexdigest() == file.digest.partition(":")[2])
 
 
-def _update(digest: Any, stream: BinaryIO, n_bytes: int) -> None:
+def _update(digest: Any, stream: BinaryIO, n_bytes: int, progress: Callable[[int], None] = lambda n_bytes: None) -> None:
     while n_bytes:
         chunk = stream.read(min(_READ_BYTES, n_bytes))
         if not chunk:
             raise OSError("the file became shorter while it was read")
         digest.update(chunk)
         n_bytes -= len(chunk)
+        progress(len(chunk))
 
 
 class _Sink:

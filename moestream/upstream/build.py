@@ -276,6 +276,41 @@ def _find(*names: str) -> str:
     return ""
 
 
+def find_compilers() -> tuple[str, str]:
+    """The C and the C++ compiler that cmake will take.
+
+    Raises:
+        MoestreamError: one is missing.
+    """
+    found = []
+    for language, variable, names in (("C", "CC", ("cc", "gcc", "clang")), ("C++", "CXX", ("c++", "g++", "clang++"))):
+        named = os.environ.get(variable, "").split()
+        compiler = _find(*(named[:1] or names))
+        if not compiler:
+            looked = f"{variable}={named[0]}" if named else ", ".join(names)
+            raise MoestreamError(f"no {language} compiler found (looked for {looked})", hint="sudo apt-get install gcc g++")
+        found.append(compiler)
+    return found[0], found[1]
+
+
+def find_build_tools() -> tuple[str, str]:
+    """cmake and ninja.
+
+    Raises:
+        MoestreamError: one is missing, or both.
+    """
+    found = {name: _find(name) for name in ("cmake", "ninja")}
+    if missing := [name for name, path in found.items() if not path]:
+        raise MoestreamError(f"{' and '.join(missing)} not found", hint=f"{sys.executable} -m pip install {' '.join(missing)}")
+    return found["cmake"], found["ninja"]
+
+
+def find_cuda_compiler() -> tuple[str, str]:
+    """nvcc, "" where there is none, and the folder of the CUDA toolkit that it was looked for in."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return _find(os.environ.get("CUDACXX") or "nvcc") or _find(f"{home}/bin/nvcc"), home
+
+
 def find_tools(backend: str) -> Tools:
     """Find what a build of ``backend`` needs.
 
@@ -284,18 +319,11 @@ def find_tools(backend: str) -> Tools:
     """
     if sys.platform != "darwin" and backend == "metal":
         raise MoestreamError("the metal backend exists on macOS only", hint="moestream build --backend cpu")
-    for language, variable, names in (("C", "CC", ("cc", "gcc", "clang")), ("C++", "CXX", ("c++", "g++", "clang++"))):
-        named = os.environ.get(variable, "").split()
-        if not _find(*(named[:1] or names)):
-            looked = f"{variable}={named[0]}" if named else ", ".join(names)
-            raise MoestreamError(f"no {language} compiler found (looked for {looked})", hint="sudo apt-get install gcc g++")
-    found = {name: _find(name) for name in ("cmake", "ninja")}
-    if missing := [name for name, path in found.items() if not path]:
-        raise MoestreamError(f"{' and '.join(missing)} not found", hint=f"{sys.executable} -m pip install {' '.join(missing)}")
+    find_compilers()
+    cmake, ninja = find_build_tools()
     cuda_compiler = ""
     if backend == "cuda":
-        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-        cuda_compiler = _find(os.environ.get("CUDACXX") or "nvcc") or _find(f"{home}/bin/nvcc")
+        cuda_compiler, home = find_cuda_compiler()
         if not cuda_compiler:
             raise MoestreamError(
                 f"nvcc not found (looked on PATH and in {home}/bin); the cuda backend needs the CUDA toolkit",
@@ -308,7 +336,7 @@ def find_tools(backend: str) -> Tools:
             "hipconfig not found (looked on PATH and in /opt/rocm/bin); the hip backend needs ROCm",
             hint="install ROCm's HIP development files, or: moestream build --backend cpu",
         )
-    return Tools(found["cmake"], found["ninja"], _find("ccache"), _find("npm"), cuda_compiler)
+    return Tools(cmake, ninja, _find("ccache"), _find("npm"), cuda_compiler)
 
 
 def _decide_web_ui(wanted: bool | None, reporter: Reporter) -> bool:

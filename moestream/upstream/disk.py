@@ -14,7 +14,7 @@ MIB = 1024 * 1024
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def _nearest_existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
@@ -24,7 +24,7 @@ def disk_full(path: Path, doing: str, elsewhere: str = "set MOESTREAM_HOME to an
     """The error for a disk that filled up while ``doing`` something at ``path``."""
     return MoestreamError(
         f"the disk that holds {path} is full (while {doing})",
-        hint=f"free some space (df -h {_nearest_existing(path)}) and run it again, or {elsewhere}",
+        hint=f"free some space (df -h {nearest_existing(path)}) and run it again, or {elsewhere}",
     )
 
 
@@ -32,7 +32,7 @@ def require_free(
     path: Path, need_bytes: int, doing: str, elsewhere: str = "set MOESTREAM_HOME to a folder on another disk"
 ) -> None:
     """Raise MoestreamError when the disk of ``path`` has less than ``need_bytes`` free."""
-    free_bytes = shutil.disk_usage(_nearest_existing(path)).free
+    free_bytes = shutil.disk_usage(nearest_existing(path)).free
     if free_bytes < need_bytes:
         raise MoestreamError(
             f"{doing} needs about {need_bytes // MIB} MiB at {path}, and {free_bytes // MIB} MiB are free",

@@ -141,7 +141,12 @@ def require_only_below(patches: list[Path], folder: str) -> None:
                     )
 
 
-def _git() -> str:
+def find_git() -> str:
+    """The program.
+
+    Raises:
+        MoestreamError: it is missing.
+    """
     git = shutil.which("git")
     if git is None:
         raise MoestreamError("git is missing; it applies the patches", hint="sudo apt-get install git")
@@ -174,7 +179,7 @@ def apply_patches(tree: Path, patches: list[Path]) -> None:
     """
     for patch in patches:
         done = subprocess.run(
-            [_git(), "apply", "-p1", "--whitespace=nowarn", str(patch.resolve())],
+            [find_git(), "apply", "-p1", "--whitespace=nowarn", str(patch.resolve())],
             cwd=tree, env=_strict_environment(tree), capture_output=True, text=True, errors="replace",
         )  # fmt: skip
         if done.returncode != 0:

@@ -1,0 +1,212 @@
+"""NVIDIA's GPUs: driver, toolkit, what is visible, free memory. Others are not looked at."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moestream.doctor.checks import Check, Finding, Remedy
+from moestream.server.report import size
+from moestream.upstream import build
+
+_TIMEOUT_S = 30
+_QUERY = "name,driver_version,compute_cap,memory.total,memory.free"
+_LITTLE_BYTES = 1 << 30
+
+DRIVER = Check(
+    "gpu-driver",
+    "NVIDIA's driver, where there is a GPU of NVIDIA or an engine for one",
+    {
+        "absent": Remedy(
+            "there is none",
+            "install NVIDIA's driver; in a container: start it with --gpus all (NVIDIA Container Toolkit); or use another engine: "
+            "moestream build --backend cpu",
+        ),
+        "broken": Remedy(
+            "nvidia-smi fails",
+            "after an update of the driver restart the machine; in a container the driver's files must be those of the host: start it anew",
+        ),
+        "library": Remedy(
+            "libcuda.so.1 is missing",
+            "install the driver's CUDA library; in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        ),
+    },
+)
+CUDA = Check(
+    "cuda",
+    "the CUDA toolkit, which `moestream build --backend cuda` needs",
+    {
+        "missing": Remedy("nvcc is missing", "to build an engine for the GPU: install the CUDA toolkit and set CUDA_HOME"),
+        "broken": Remedy("nvcc does not run", "install the CUDA toolkit anew, or name another one with CUDA_HOME"),
+        "newer": Remedy(
+            "it is of a later generation than the driver",
+            "update the driver, or build with CUDA {version} (CUDA_HOME names it)",
+        ),
+    },
+)
+GPU = Check(
+    "gpu",
+    "which GPUs a server would see, and whether the engine in use computes on one",
+    {
+        "hidden": Remedy("CUDA_VISIBLE_DEVICES hides all", "unset CUDA_VISIBLE_DEVICES, or name one: CUDA_VISIBLE_DEVICES=0"),
+        "unused": Remedy("the engine in use has no code for it", "moestream build --backend cuda"),
+    },
+)
+VRAM = Check(
+    "vram",
+    "free memory of the GPUs",
+    {"little": Remedy("less than 1 GiB is free on each", "nvidia-smi shows which processes use it; end those that are not needed")},
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; the memory is None where it has none of its own."""
+
+    name: str
+    capability: str
+    total_bytes: int | None
+    free_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Nvidia:
+    """What is known of NVIDIA's side of a machine.
+
+    Attributes:
+        present: whether there is a GPU of NVIDIA, or a part of its driver.
+        problem: why nvidia-smi does not say more; "" when it does. "nvidia-smi is not installed" where it is missing.
+        driver: its version; "" when not known.
+        cuda: the newest CUDA that the driver's library knows, "13.0"; "" without that library.
+    """
+
+    present: bool
+    problem: str
+    driver: str = ""
+    cuda: str = ""
+    gpus: tuple[Gpu, ...] = ()
+
+
+def _has_hardware(root: Path) -> bool:
+    for vendor in (root / "sys/bus/pci/devices").glob("*/vendor"):
+        try:
+            if vendor.read_text().strip() == "0x10de" and (vendor.parent / "class").read_text().startswith("0x03"):
+                return True
+        except OSError:
+            continue
+    return any((root / place).exists() for place in ("proc/driver/nvidia/version", "dev/nvidiactl"))
+
+
+def _bytes(mib: str) -> int | None:
+    return int(mib) << 20 if mib.isdecimal() else None
+
+
+def parse(text: str) -> tuple[str, tuple[Gpu, ...]]:
+    """Driver and GPUs from the output of nvidia-smi's query; "" and none where it is not of that form."""
+    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
+    rows = [row for row in rows if len(row) == _QUERY.count(",") + 1]
+    gpus = tuple(Gpu(name, capability, _bytes(total), _bytes(free)) for name, _, capability, total, free in rows)
+    return (rows[0][1] if rows else ""), gpus
+
+
+def _library_cuda() -> str:
+    try:
+        version = ctypes.c_int(0)
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return ""
+    except (OSError, AttributeError):
+        return ""
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def look(root: Path = Path("/")) -> Nvidia:
+    """Ask nvidia-smi, the driver's library and the PCI bus."""
+    program = shutil.which("nvidia-smi")
+    present = _has_hardware(root)
+    cuda = _library_cuda()
+    if not program:
+        return Nvidia(present or bool(cuda), "nvidia-smi is not installed", cuda=cuda)
+    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S
+        )
+    except OSError as error:
+        return Nvidia(True, f"nvidia-smi: {error.strerror}", cuda=cuda)
+    except subprocess.TimeoutExpired:
+        return Nvidia(True, f"nvidia-smi says nothing for {_TIMEOUT_S} s", cuda=cuda)
+    driver, gpus = parse(done.stdout)
+    if done.returncode or not gpus:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        return Nvidia(True, f"nvidia-smi: {said[0] if said else 'finds no GPU'}", cuda=cuda)
+    return Nvidia(True, "", driver, cuda, gpus)
+
+
+def driver(nvidia: Nvidia, *, needed: bool) -> Finding:
+    """Args: needed: the engine in use is for CUDA."""
+    if not nvidia.present and not needed:
+        return DRIVER.skipped("no GPU of NVIDIA")
+    if nvidia.problem:
+        case = "absent" if "not installed" in nvidia.problem else "broken"
+        return DRIVER.problem(needed, case, nvidia.problem)
+    if not nvidia.cuda:
+        return DRIVER.problem(needed, "library", f"driver {nvidia.driver}, and no library libcuda.so.1 that works")
+    return DRIVER.ok(f"{nvidia.driver}, CUDA up to {nvidia.cuda}", driver=nvidia.driver, cuda=nvidia.cuda)
+
+
+def cuda(nvidia: Nvidia, *, engine: bool) -> Finding:
+    """Args: engine: an engine for CUDA is in use already."""
+    if not nvidia.present:
+        return CUDA.skipped("no GPU of NVIDIA")
+    if engine:
+        return CUDA.skipped("not needed: the engine is built")
+    program, home = build.find_cuda_compiler()
+    if not program:
+        return CUDA.warn("missing", f"no nvcc on PATH nor in {home}/bin")
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
+        release = re.search(r"release ([0-9]+)\.([0-9]+)", done.stdout)
+        problem = "" if release else f"it says {done.stdout.strip()[:80]!r}"
+    except OSError as error:
+        release, problem = None, error.strerror or str(error)
+    except subprocess.TimeoutExpired:
+        release, problem = None, f"nothing for {_TIMEOUT_S} s"
+    if not release:
+        return CUDA.warn("broken", f"{program} --version: {problem}")
+    text = f"CUDA {release[1]}.{release[2]} ({program})"
+    known = nvidia.cuda.partition(".")[0]
+    if known and int(release[1]) > int(known):
+        return CUDA.warn("newer", f"{text}, and the driver knows CUDA up to {nvidia.cuda}", {"version": known})
+    return CUDA.ok(text)
+
+
+def gpu(nvidia: Nvidia, environment: Mapping[str, str], *, backend: str | None) -> Finding:
+    """Args: backend: of the engine in use; None without one."""
+    if not nvidia.gpus:
+        return GPU.skipped(nvidia.problem if nvidia.present else "no GPU of NVIDIA")
+    names = ", ".join(f"{g.name} (compute capability {g.capability})" for g in nvidia.gpus)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and (visible.strip() in ("", "-1", "NoDevFiles")):
+        return GPU.problem(backend == "cuda", "hidden", f"{names}; CUDA_VISIBLE_DEVICES={visible} hides all of them")
+    if backend == "cpu":
+        return GPU.warn("unused", f"{names}; the engine in use computes on the CPU alone")
+    return GPU.ok(names + (f"; CUDA_VISIBLE_DEVICES={visible}" if visible else ""), count=len(nvidia.gpus))
+
+
+def vram(nvidia: Nvidia) -> Finding:
+    if not nvidia.gpus:
+        return VRAM.skipped(nvidia.problem if nvidia.present else "no GPU of NVIDIA")
+    own = [g for g in nvidia.gpus if g.free_bytes is not None and g.total_bytes is not None]
+    if not own:
+        return VRAM.ok("shares the machine's memory")
+    text = ", ".join(f"{size(g.free_bytes or 0)} of {size(g.total_bytes or 0)} free" for g in own)
+    free = [g.free_bytes for g in own]
+    if max(g.free_bytes or 0 for g in own) < _LITTLE_BYTES:
+        return VRAM.warn("little", text, free_bytes=free)
+    return VRAM.ok(text, free_bytes=free)
