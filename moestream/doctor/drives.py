@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import re
+import shlex
 import shutil
 import tempfile
 import threading
@@ -20,7 +21,7 @@ from pathlib import Path
 from moestream.doctor.checks import Check, Finding, Remedy
 from moestream.gguf_facts import GgufFacts
 from moestream.server.report import size
-from moestream.upstream.disk import nearest_existing
+from moestream.upstream.disk import FULL, nearest_existing
 
 DRIVE = Check(
     "drive",
@@ -29,7 +30,7 @@ DRIVE = Check(
         "memory": Remedy("it is a file system in memory (tmpfs)", "move the model to a drive: there it takes memory that its experts then lack"),
         "network": Remedy("it is a network or shared file system", "copy the model to a local drive, at best NVMe; read-speed shows what this one gives"),
         "overlay": Remedy("it is a container's own file system", "put the model on a volume: docker run -v /models:/models …"),
-        "hard-disk": Remedy("it is a hard disk", "move the model to an SSD: a hard disk reads scattered experts at a few MB/s to some tens"),
+        "hard-disk": Remedy("it is a hard disk", "move the model to an SSD: a hard disk moves its head for every expert; read-speed shows what that gives"),
         "fuse": Remedy("it is a file system in user space (FUSE)", "copy the model to a local drive with a file system of the kernel"),
     },
 )  # fmt: skip
@@ -66,20 +67,32 @@ READ_SPEED = Check(
         "unreadable": Remedy("a read fails", "check the drive: sudo dmesg | tail; and the file: moestream doctor MODEL --hash"),
     },
 )  # fmt: skip
-_SPACE = {
-    "full": Remedy("less than {least} is free", "free some space: df -h {path}; {elsewhere}"),
-    "low": Remedy("less than {low} is free", "free some space: df -h {path}; {elsewhere}"),
-    "read-only": Remedy("it cannot be written", "make {path} writable for this user; {elsewhere}"),
-}
 
 
-def _space(name: str, what: str, least: str, low: str) -> Check:
-    remedies = {case: Remedy(r.when.format(least=least, low=low), r.hint) for case, r in _SPACE.items()}
-    return Check(name, what, remedies)
+def _space(name: str, what: str, low: str, elsewhere: str) -> Check:
+    return Check(
+        name,
+        what,
+        {
+            "full": Remedy("less than 100 MiB is free", f"free some space: df -h {{path}}; {elsewhere}"),
+            "low": Remedy(f"less than {low} is free", f"free some space: df -h {{path}}; {elsewhere}"),
+            "read-only": Remedy("it cannot be written", f"make {{path}} writable for this user; {elsewhere}"),
+        },
+    )
 
 
-HOME_SPACE = _space("home-space", "room for engines, downloads and logs in moestream's own folder", "100 MiB", "2 GiB")
-MODELS_SPACE = _space("models-space", "room for models in the folder that `moestream pull` puts them into", "100 MiB", "20 GiB")
+HOME_SPACE = _space(
+    "home-space",
+    "room for engines, downloads and logs in moestream's own folder",
+    "2 GiB",
+    "or set MOESTREAM_HOME to another disk",
+)
+MODELS_SPACE = _space(
+    "models-space",
+    "room for models in the folder that `moestream pull` puts them into",
+    "20 GiB",
+    "moestream rm removes models; moestream pull --to puts them elsewhere",
+)
 
 _NETWORK = re.compile(
     r"nfs4?|cifs|smb3?|smbfs|9p|virtiofs|vboxsf|vmhgfs|ceph|glusterfs|fuse\.(sshfs|glusterfs|ceph\S*|s3fs|gcsfuse|rclone|juicefs)"
@@ -368,31 +381,27 @@ def read_speed(
 # --- room ---
 
 
-def space(check: Check, folder: Path, *, least_bytes: int, low_bytes: int, elsewhere: str) -> Finding:
-    """Args: check: one of HOME_SPACE and MODELS_SPACE.   elsewhere: what else can be done."""
+def _room(check: Check, folder: Path, least_bytes: int, low_bytes: int) -> Finding:
     there = nearest_existing(folder)
     free = shutil.disk_usage(there).free
     text = f"{size(free)} free at {folder}"
-    values = {"path": there, "elsewhere": elsewhere}
+    values = {"path": shlex.quote(str(there))}
     data = {"path": str(folder), "free_bytes": free}
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return check.fail("read-only", f"{there}: {error.strerror}", values, **data)
-        return check.fail("full", f"{there}: {error.strerror}", values, **data)
+        return check.fail("full" if error.errno in FULL else "read-only", f"{there}: {error.strerror}", values, **data)
     if free < least_bytes:
         return check.fail("full", text, values, **data)
     return check.warn("low", text, values, **data) if free < low_bytes else check.ok(text, **data)
 
 
 def home_space(folder: Path, *, least_bytes: int = 100 * MIB, low_bytes: int = 2 * GIB) -> Finding:
-    return space(
-        HOME_SPACE, folder, least_bytes=least_bytes, low_bytes=low_bytes, elsewhere="or set MOESTREAM_HOME to another disk"
-    )
+    """Args: folder: need not be there yet."""
+    return _room(HOME_SPACE, folder, least_bytes, low_bytes)
 
 
 def models_space(folder: Path, *, least_bytes: int = 100 * MIB, low_bytes: int = 20 * GIB) -> Finding:
-    elsewhere = "moestream rm removes models; moestream pull --to puts them elsewhere"
-    return space(MODELS_SPACE, folder, least_bytes=least_bytes, low_bytes=low_bytes, elsewhere=elsewhere)
+    """Args: folder: need not be there yet."""
+    return _room(MODELS_SPACE, folder, least_bytes, low_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 
 from moestream import __version__
@@ -40,7 +41,7 @@ def engine(backend: str | None) -> tuple[Finding, Engine | None]:
             f" ({len(everything)} others are there: {', '.join(e.id for e in everything[:3])}{', …' * (len(everything) > 3)})"
         )
         return ENGINE.fail("none", error.message + there * bool(everything), {"hint": error.hint}), None
-    where = {"path": used.path, "backend": used.backend}
+    where = {"path": shlex.quote(str(used.path)), "backend": used.backend}
     missing = [tool for tool in used.tools if not (used.bin_dir / tool).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -122,7 +122,12 @@ def _library_cuda() -> str:
             return ""
     except (OSError, AttributeError):
         return ""
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return cuda_version(version.value)
+
+
+def cuda_version(number: int) -> str:
+    """As the driver counts: 12080 is "12.8"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def look(root: Path = Path("/")) -> Nvidia:

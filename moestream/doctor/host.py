@@ -40,6 +40,9 @@ IO_URING = Check(
             "nothing needs to be done: reads go by threads; Docker refuses it unless its seccomp profile allows io_uring_setup, io_uring_enter "
             "and io_uring_register",
         ),
+        "memory": Remedy(
+            "there is no memory for its rings, which counts as locked memory before Linux 5.12", "ulimit -l unlimited; reads go by threads otherwise"
+        ),
         "old": Remedy("it is too old to read", "nothing needs to be done: reads go by threads; Linux 5.6 or later can"),
     },
 )  # fmt: skip
@@ -139,6 +142,8 @@ def io_uring(root: Path = Path("/"), ask: Callable[[], tuple[int, str]] = ask_io
     if number == errno.ENOTSUP:
         return IO_URING.warn("old", what)
     text = f"{what}: {os.strerror(number)}"
+    if number == errno.ENOMEM:
+        return IO_URING.warn("memory", text)
     if number == errno.ENOSYS:
         return IO_URING.warn("missing", text)
     if disabled != "0":

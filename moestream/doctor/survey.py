@@ -135,9 +135,11 @@ def examine(
     if facts:
         run(files.LENGTH, lambda: files.length(facts))
         run(files.CONTENT, lambda: files.content(facts, ModelStore(), hashed=hashed, progress=progress))
-    run(drives.DRIVE, lambda: drives.drive(place(), root))
+    on = run(drives.DRIVE, lambda: drives.drive(place(), root))
     run(drives.READ_AHEAD, lambda: drives.read_ahead(place(), root))
     direct = run(drives.DIRECT_IO, lambda: drives.direct_io(place()))
-    if facts:
+    if facts and on.case == "memory":
+        found[drives.READ_SPEED.name] = drives.READ_SPEED.skipped("the model is in memory")
+    elif facts:
         run(drives.READ_SPEED, lambda: drives.read_speed(facts, direct))
     return Survey(tuple(found[check.name] for check in CHECKS), str(facts.files[0]) if facts else model)

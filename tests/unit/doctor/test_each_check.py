@@ -470,6 +470,10 @@ def test_gpu_driver__library() -> None:
     is_bad(gpu.driver(replace(ONE, cuda=""), needed=True), "fail", "no library libcuda.so.1", "compute,utility")
 
 
+def test_versions_of_cuda() -> None:
+    assert [gpu.cuda_version(n) for n in (11080, 12000, 12080, 13010)] == ["11.8", "12.0", "12.8", "13.1"]
+
+
 def toolkit(path: Path, text: str) -> Finding:
     program(path / "nvcc", text)
     return gpu.cuda(ONE, engine=False)
@@ -567,6 +571,11 @@ def test_io_uring__disabled(root) -> None:
 
 def test_io_uring__missing(root) -> None:
     is_bad(host.io_uring(root.path, lambda: (errno.ENOSYS, "io_uring_setup")), "warn", "Function not implemented")
+
+
+def test_io_uring__memory(root) -> None:
+    finding = host.io_uring(root.path, lambda: (errno.ENOMEM, "io_uring_setup"))
+    is_bad(finding, "warn", "io_uring_setup: Cannot allocate memory", "ulimit -l")
 
 
 def test_io_uring__old(root) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from moestream.commands.doctor import report
 from moestream.doctor import gpu, host, memory, survey
 from moestream.doctor.checks import Check, Finding, Remedy, Status
 from moestream.doctor.survey import CHECKS, Survey, examine
+from moestream.upstream import engines
 
 ROOT = Path(__file__).resolve().parents[3]
+DEMO = ROOT / "demo" / "moestream-demo-q4_0.gguf"
 
 
 def by_name(found: Survey) -> dict[str, Finding]:
@@ -74,6 +77,12 @@ def test_the_drive_is_that_of_the_model(model_file: Path, root) -> None:
     assert by_name(examine(None, environment={}, root=root.path))["drive"].data["path"] == folder  # nearest to the home there
 
 
+def test_memory_is_not_measured_as_a_drive(root) -> None:
+    root.mounts(("/", "0:1", "tmpfs", "tmpfs"))
+    found = by_name(examine(str(DEMO), environment={}, root=root.path))
+    assert (found["read-speed"].status, found["read-speed"].found) == ("skipped", "the model is in memory")
+
+
 def test_a_model_that_does_not_fit(model_file: Path, root) -> None:
     root.memory(0)
     found = by_name(examine(str(model_file), environment={}, root=root.path))
@@ -98,6 +107,17 @@ def test_a_folder_of_models_that_cannot_be_looked_up(home: Path) -> None:
     found = by_name(examine(None, environment={}))
     assert found["engine"].case in ("none", "unreadable")
     assert found["models-space"].status == found["drive"].status == "skipped"
+
+
+def test_tools_are_needed_where_no_engine_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "empty"))
+    used = object.__new__(engines.Engine)
+    object.__setattr__(used, "backend", "cpu")
+    for engine, status in ((None, "fail"), (used, "warn")):
+        monkeypatch.setattr(survey.engine, "engine", lambda backend, engine=engine: (survey.engine.ENGINE.ok(""), engine))
+        found = by_name(examine(None, environment={}))
+        assert {found[name].status for name in ("compiler", "build-tools", "git")} == {status}
 
 
 def test_an_engine_for_a_gpu_that_is_asked_for_needs_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
