@@ -36,6 +36,7 @@ COMMANDS: tuple[str, ...] = (
     "logs",
     "trace",
     "map",
+    "verify",
     "config",
     "doctor",
 )
