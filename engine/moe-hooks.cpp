@@ -24,6 +24,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -1145,6 +1146,20 @@ void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
     }
 }
 
+// The pages of these bytes are no longer the file's, and nobody's: their addresses stay taken. Unmapped ones would be given to the next
+// allocation, the read buffers say, and upstream unmaps the whole of what lies behind the last mapped weight when loading ends.
+static void take_off_map(const llama_mmap & mapping, uint64_t first, uint64_t end) {
+#ifndef _WIN32
+    const uint64_t page = sysconf(_SC_PAGESIZE);
+    first = (first + page - 1) / page * page;
+    end   = end / page * page;
+    if (first < end && mmap((char *) mapping.addr() + first, end - first, PROT_NONE,
+            MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == MAP_FAILED) {
+        throw std::runtime_error(format("cannot take experts off the mapped file: %s; hint: --load-mode none", strerror(errno)));
+    }
+#endif
+}
+
 void moe_load_mapped(moe_stream * moe, llama_model_loader & ml) {
     if (!moe || ml.mappings.empty()) {
         return;
@@ -1153,7 +1168,7 @@ void moe_load_mapped(moe_stream * moe, llama_model_loader & ml) {
     for (const auto & [il, tensors] : moe->layers) {
         for (const file_tensor & t : tensors) {
             const uint64_t end = t.offset + t.expert_bytes * t.n_expert;
-            ml.mappings.at(t.file)->unmap_fragment(t.offset, end);
+            take_off_map(*ml.mappings.at(t.file), t.offset, end);
             experts[t.file][t.offset] = end;
         }
     }
@@ -1162,7 +1177,7 @@ void moe_load_mapped(moe_stream * moe, llama_model_loader & ml) {
     const uint64_t page = sysconf(_SC_PAGESIZE);
     for (size_t i = 0; i < ml.mappings.size(); ++i) {
         uint64_t begin = 0;
-        madvise(ml.mappings[i]->addr(), ml.mappings[i]->size(), MADV_RANDOM); // skips what is not mapped any more
+        madvise(ml.mappings[i]->addr(), ml.mappings[i]->size(), MADV_RANDOM);
         experts[i][ml.mappings[i]->size()] = ml.mappings[i]->size();
         for (const auto & [first, end] : experts[i]) {
             if (first > begin) {
