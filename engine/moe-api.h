@@ -100,3 +100,15 @@ LLAMA_API std::string moe_stats_prometheus(); // empty when nothing streams
 
 // of one model; null or a model that does not stream: streaming is false
 LLAMA_API std::string moe_model_stats_json(const struct llama_model * model);
+
+//
+// for bindings of other languages, which have no std::string
+//
+
+// moe_model_stats_json() into out, at most size bytes with the terminating zero; returns the length of the whole without it, as snprintf does.
+// 0: there was no memory for it.
+extern "C" LLAMA_API size_t moe_stats_copy(const struct llama_model * model, char * out, size_t size);
+
+// A log callback that hands on to the ggml_log_callback that user_data is, but for debug lines: upstream writes one for each expert that is
+// repacked, from threads that should not wait for an interpreter's lock.
+extern "C" LLAMA_API void moe_log_without_debug(enum ggml_log_level level, const char * text, void * user_data);

@@ -379,6 +379,30 @@ std::string moe_model_stats_json(const llama_model * model) {
     return moe && moe->stream ? moe->stats_json() : moe::stats_json_off();
 }
 
+size_t moe_stats_copy(const llama_model * model, char * out, size_t size) {
+    try {
+        const std::string json = moe_model_stats_json(model);
+        if (out && size > 0) {
+            const size_t n = std::min(json.size(), size - 1);
+            memcpy(out, json.data(), n);
+            out[n] = 0;
+        }
+        return json.size();
+    } catch (const std::bad_alloc &) {
+        return 0;
+    }
+}
+
+void moe_log_without_debug(enum ggml_log_level level, const char * text, void * user_data) {
+    static thread_local bool continues_debug = false;
+    if (level != GGML_LOG_LEVEL_CONT) {
+        continues_debug = level == GGML_LOG_LEVEL_DEBUG;
+    }
+    if (!continues_debug && user_data) {
+        ((ggml_log_callback) user_data)(level, text, nullptr);
+    }
+}
+
 void moe_refuse(const moe_stream * moe, const char * what) {
     if (moe) {
         throw std::runtime_error(format("%s is not possible while experts are streamed (--moe-slots)", what));
