@@ -20,7 +20,7 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 # cmake and ninja come as wheels where the system has none.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,python]' -C cmake.args=-DLLAMA_BUILD=OFF
 	@for tool in cmake ninja; do \
 	  command -v $$tool >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $$tool || exit 1; \
 	done
