@@ -74,6 +74,13 @@ def build(
     portable: Annotated[
         bool, typer.Option("--portable", help="For any processor of this architecture, as pack-bins needs it.")
     ] = False,
+    cuda_archs: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Cards that a cuda engine is to run on, for example 86,90 (compute capabilities 8.6 and 9.0).",
+            show_default="those in this machine",
+        ),
+    ] = None,
     test_series: Annotated[bool, typer.Option("--test-series", hidden=True)] = False,
 ) -> Result:
     """Fetch the pinned llama.cpp, patch it and build it for this machine. What is built is not built again."""
@@ -81,7 +88,7 @@ def build(
     with _Bar() as bar:
         outcome = building.build(
             backend=backend, source=source, targets=target or (), jobs=jobs, clean=clean, web_ui=ui,
-            cmake_args=cmake_arg or (), portable=portable, test_series=test_series, reporter=bar,
+            cmake_args=cmake_arg or (), cuda_archs=cuda_archs or (), portable=portable, test_series=test_series, reporter=bar,
         )  # fmt: skip
     engine = outcome.engine
     elapsed_s = round(time.monotonic() - start_s, 1)
@@ -94,10 +101,11 @@ def build(
             "built": outcome.built,
             "backend": engine.backend,
             "portable": engine.portable,
+            "cuda_archs": list(engine.cuda_archs),
             "bin_dir": str(engine.bin_dir),
             "tools": list(engine.tools),
             "web_ui": engine.web_ui,
             "elapsed_s": elapsed_s,
         },
-        f"{did}: {engine.id} ({page} the web page)\n{engine.bin_dir}",
+        f"{did}: {engine.id} ({engine.backend_text}, {page} the web page)\n{engine.bin_dir}",
     )

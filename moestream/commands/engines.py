@@ -28,7 +28,7 @@ def engines(
             raise
     found = [engine for engine in built.installed() if backend in (None, engine.backend)]
     rows = [
-        f"{'*' if engine.id == used_id else ' '} {engine.id}  built {engine.built_at[:10]}, "
+        f"{'*' if engine.id == used_id else ' '} {engine.id}  {engine.backend_text}, built {engine.built_at[:10]}, "
         f"{len(engine.tools)} programs, {'with' if engine.web_ui else 'without'} web page"
         for engine in found
     ]

@@ -26,7 +26,7 @@ import psutil
 
 from moestream import paths
 from moestream.errors import MoestreamError
-from moestream.upstream import engines
+from moestream.upstream import cuda, engines
 from moestream.upstream.disk import MIB, disk_full, full_disk_reported, require_free
 from moestream.upstream.engines import Engine
 from moestream.upstream.fetch import fetch_pinned, resolve_source
@@ -117,6 +117,7 @@ def build(
     web_ui: bool | None = None,
     cmake_args: Sequence[str] = (),
     portable: bool = False,
+    cuda_archs: Sequence[str] = (),
     test_series: bool = False,
     reporter: Reporter | None = None,
 ) -> BuildResult:
@@ -132,11 +133,13 @@ def build(
         cmake_args: further ``-D…`` arguments; they make another engine.
         portable: for any processor of this architecture, with the CPU kernels of every family as modules, instead of for
             this one alone; another engine, and the only one that :mod:`moestream.upstream.pack` takes.
+        cuda_archs: cards that a cuda engine is to have code for, as cmake writes them (``90``, ``86-real``); by default
+            those in this machine.
         test_series: apply ``patches/test/series`` too, which touches only upstream's tests, and build the test programs.
             The product's programs are the same with and without it.
 
     Raises:
-        MoestreamError: a tool is missing, the source cannot be had, a patch does not apply, compiling fails, the
+        MoestreamError: a tool or a card is missing, the source cannot be had, a patch does not apply, compiling fails, the
             disk is full.
     """
     reporter = reporter or SilentReporter()
@@ -149,6 +152,12 @@ def build(
             raise MoestreamError(f"--cmake-arg {argument} is not of the form -DNAME=VALUE", hint="write it with its -D")
     if portable:
         _require_portable(cmake_args)
+    archs = cuda.architectures(cuda_archs) if backend == "cuda" else ()
+    if cuda_archs and backend != "cuda":
+        raise MoestreamError(
+            f"--cuda-archs {','.join(cuda_archs)} does nothing with --backend {backend}",
+            hint="add --backend cuda, or leave it out",
+        )
     pin = load_pin()
     origin = resolve_source(source, pin, paths.downloads_dir())
     patches = read_series(paths.patches_dir() / "series")
@@ -159,9 +168,9 @@ def build(
         id="", path=Path(), source=origin.label, sources_sha256=engines.sources_hash(), backend=backend,
         cpu=engines.portable_cpu() if portable else engines.cpu_kind(), portable=portable, built_at="", tools=(), cmake_args=(), extra_cmake_args=tuple(cmake_args), web_ui=False,
         targets=tuple(dict.fromkeys([*PRODUCT_TARGETS, *targets, *(test_targets() if test_series else ())])),
-        test_series_sha256=_test_sources_hash(test_patches) if test_series else "",
+        test_series_sha256=_test_sources_hash(test_patches) if test_series else "", cuda_archs=archs,
     )  # fmt: skip
-    name = engines.engine_id(wanted.source, wanted.sources_sha256, backend, wanted.cpu, wanted.extra_cmake_args)
+    name = engines.engine_id(wanted.source, wanted.sources_sha256, backend, wanted.cpu, wanted.extra_cmake_args, archs)
     wanted = replace(wanted, id=name, path=paths.engines_dir() / name)
 
     def there() -> Engine | None:
@@ -193,7 +202,7 @@ def build(
             backend, tools, engine_sources,
             commit=pin.llama_cpp_commit if origin.pinned else origin.label,
             tests=test_series or any(target.startswith("test-") for target in targets),
-            web_ui=_decide_web_ui(web_ui, reporter), portable=portable, extra=cmake_args,
+            web_ui=_decide_web_ui(web_ui, reporter), portable=portable, cuda_archs=archs, extra=cmake_args,
         )  # fmt: skip
         if web_ui is False:
             # Upstream embeds a page that an earlier build left, asked for or not.
@@ -390,6 +399,7 @@ def _cmake_arguments(
     tests: bool,
     web_ui: bool,
     portable: bool,
+    cuda_archs: Sequence[str],
     extra: Sequence[str],
 ) -> list[str]:
     def flag(value: bool) -> str:
@@ -417,6 +427,7 @@ def _cmake_arguments(
         arguments[f"CMAKE_{language}_COMPILER_LAUNCHER"] = tools.ccache
     if tools.cuda_compiler:
         arguments["CMAKE_CUDA_COMPILER"] = tools.cuda_compiler
+        arguments["CMAKE_CUDA_ARCHITECTURES"] = ";".join(cuda_archs)
     return [*(f"-D{name}={value}" for name, value in arguments.items()), *extra]
 
 

@@ -43,6 +43,7 @@ class Engine:
         targets: what was asked for.   tools: the programs in ``bin_dir``.
         cmake_args: the full list passed to cmake.   extra_cmake_args: those named by the user.
         web_ui: whether llama-server carries its web page.
+        cuda_archs: the cards that a cuda engine has code for, as cmake writes them, for example ``90-real``; () elsewhere.
         test_series_sha256: of the test-only patches and our sources of the test programs; "" without them.
     """
 
@@ -60,6 +61,12 @@ class Engine:
     web_ui: bool
     test_series_sha256: str
     portable: bool = False
+    cuda_archs: tuple[str, ...] = ()
+
+    @property
+    def backend_text(self) -> str:
+        """The backend as people read it: ``cpu``, or ``cuda for 90-real``."""
+        return f"{self.backend} for {', '.join(self.cuda_archs)}" if self.cuda_archs else self.backend
 
     @property
     def bin_dir(self) -> Path:
@@ -117,9 +124,16 @@ def sources_hash() -> str:
     return digest.hexdigest()
 
 
-def engine_id(source: str, sources_sha256: str, backend: str, cpu: str, extra_cmake_args: tuple[str, ...] = ()) -> str:
+def engine_id(
+    source: str,
+    sources_sha256: str,
+    backend: str,
+    cpu: str,
+    extra_cmake_args: tuple[str, ...] = (),
+    cuda_archs: tuple[str, ...] = (),
+) -> str:
     """The id of the engine with these properties."""
-    name = f"{source}-{sources_sha256[:10]}-{backend}-{cpu}"
+    name = f"{source}-{sources_sha256[:10]}-{'-'.join((backend, *cuda_archs))}-{cpu}"
     if extra_cmake_args:
         name += "-" + hashlib.sha256("\0".join(extra_cmake_args).encode()).hexdigest()[:6]
     return name
@@ -137,8 +151,8 @@ def read_engine(folder: Path) -> Engine | None:
         values = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
         if values.pop("schema") != SCHEMA:
             return None
-        for name in ("targets", "tools", "cmake_args", "extra_cmake_args"):
-            values[name] = tuple(values[name])
+        for name in ("targets", "tools", "cmake_args", "extra_cmake_args", "cuda_archs"):
+            values[name] = tuple(values.get(name, ()))
         return Engine(path=folder, **values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

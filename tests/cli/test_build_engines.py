@@ -89,8 +89,8 @@ def test_engines_lists_and_marks_the_one_in_use(moestream_cli, engine, home):
     (other / "engine.json").write_text(text.replace("2026-01-02", "2025-01-02"))
     done = moestream_cli("engines")
     assert done.stdout == (
-        f"* {engine.id}  built 2026-01-02, 9 programs, without web page\n"
-        "  old  built 2025-01-02, 9 programs, without web page\n"
+        f"* {engine.id}  cpu, built 2026-01-02, 9 programs, without web page\n"
+        "  old  cpu, built 2025-01-02, 9 programs, without web page\n"
     )
     data = json.loads(moestream_cli("engines", "--json").stdout)
     assert data["in_use"] == engine.id
@@ -99,7 +99,7 @@ def test_engines_lists_and_marks_the_one_in_use(moestream_cli, engine, home):
         "id": engine.id, "path": str(engine.path), "source": engine.source, "sources_sha256": engine.sources_sha256,
         "backend": "cpu", "cpu": engine.cpu, "built_at": "2026-01-02T03:04:05+00:00", "targets": list(PRODUCT_TARGETS),
         "tools": list(PRODUCT_TARGETS), "cmake_args": ["-DA=1"], "extra_cmake_args": [], "web_ui": False,
-        "test_series_sha256": "", "portable": False, "bin_dir": str(engine.bin_dir), "in_use": True,
+        "test_series_sha256": "", "portable": False, "cuda_archs": [], "bin_dir": str(engine.bin_dir), "in_use": True,
     }  # fmt: skip
 
 
@@ -136,15 +136,38 @@ def test_engines_of_a_backend(moestream_cli, engine):
 # ---------------------------------------------------------------- build
 
 
+def test_the_cards_of_an_engine_are_shown(moestream_cli, engine, home):
+    other = home / "data" / "engines" / "gpu"
+    other.mkdir()
+    description = json.loads((engine.path / "engine.json").read_text()) | {
+        "backend": "cuda",
+        "cuda_archs": ["86-real", "90-real"],
+    }
+    (other / "engine.json").write_text(json.dumps(description))
+    done = moestream_cli("engines", "--backend", "cuda")
+    assert f"{engine.id}  cuda for 86-real, 90-real, built 2026-01-02, 9 programs" in done.stdout
+    (listed,) = json.loads(moestream_cli("engines", "--backend", "cuda", "--json").stdout)["engines"]
+    assert (listed["backend"], listed["cuda_archs"]) == ("cuda", ["86-real", "90-real"])
+
+
+def test_cuda_needs_a_card_or_its_name(moestream_cli, engine):
+    done = moestream_cli("build", "--backend", "cuda", PATH="/nonexistent")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: no NVIDIA card can be seen: nvidia-smi not found\n"
+        "hint: name the architectures, for example: moestream build --backend cuda --cuda-archs 86,90 (a compute capability of 8.6 is 86)\n"
+    )
+
+
 def test_what_is_built_is_not_built_again(moestream_cli, engine):
     """No compiler, no cmake and no network are needed to say so."""
     done = moestream_cli("build", PATH="/nonexistent")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"already built: {engine.id} (without the web page)\n{engine.bin_dir}\n"
+    assert done.stdout == f"already built: {engine.id} (cpu, without the web page)\n{engine.bin_dir}\n"
     data = json.loads(moestream_cli("build", "--json", PATH="/nonexistent").stdout)
     assert data.pop("elapsed_s") < 5
     assert data == {
-        "schema": "moestream/build/1", "id": engine.id, "built": False, "backend": "cpu", "portable": False,
+        "schema": "moestream/build/1", "id": engine.id, "built": False, "backend": "cpu", "portable": False, "cuda_archs": [],
         "bin_dir": str(engine.bin_dir), "tools": list(PRODUCT_TARGETS), "web_ui": False,
     }  # fmt: skip
 

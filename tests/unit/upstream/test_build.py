@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -349,14 +350,43 @@ def test_what_a_backend_needs(machine, monkeypatch, write_program, tmp_path, bac
     find_tools(backend)
 
 
-def test_nvcc_is_found_in_cuda_home(machine, monkeypatch, tmp_path, archive):
+def test_nvcc_is_found_in_cuda_home(machine, monkeypatch, tmp_path, archive, write_program):
     (tmp_path / "cuda/bin").mkdir(parents=True)
     nvcc = tmp_path / "cuda/bin/nvcc"
     nvcc.write_text("#!/bin/sh\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    build(source=archive, backend="cuda")
+    write_program("nvidia-smi", "echo 9.0; echo 8.6\n")
+    engine = build(source=archive, backend="cuda").engine
     assert f"-DCMAKE_CUDA_COMPILER={nvcc}" in machine()[0] and "-DGGML_CUDA=ON" in machine()[0]
+    assert "-DCMAKE_CUDA_ARCHITECTURES=86-real;90-real" in engine.cmake_args
+    assert (engine.backend, engine.cuda_archs, engine.backend_text) == (
+        "cuda",
+        ("86-real", "90-real"),
+        "cuda for 86-real, 90-real",
+    )
+    assert read_engine(engine.path) == engine == in_use("cuda")
+
+    assert not build(source=archive, backend="cuda").built
+    assert not build(source=archive, backend="cuda", cuda_archs=["86-real,90-real"]).built
+    other = build(source=archive, backend="cuda", cuda_archs=["90-real"])
+    assert other.built and other.engine.id != engine.id and read_engine(engine.path) == engine
+
+
+def test_a_cuda_engine_needs_a_card_or_its_name(machine, archive, write_program):
+    write_program("nvcc", "exit 0\n")
+    with pytest.raises(MoestreamError, match=r"^no NVIDIA card can be seen"):
+        build(source=archive, backend="cuda")
+    assert machine() == []
+    assert build(source=archive, backend="cuda", cuda_archs=["90"]).engine.cuda_archs == ("90",)
+
+
+def test_an_engine_of_an_earlier_version_is_still_read(machine, archive):
+    engine = build(source=archive).engine
+    description = json.loads((engine.path / "engine.json").read_text())
+    assert description.pop("cuda_archs") == []
+    (engine.path / "engine.json").write_text(json.dumps(description))
+    assert read_engine(engine.path) == engine and not build(source=archive).built
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="metal exists there")
@@ -372,6 +402,8 @@ def test_metal_elsewhere():
         ({"jobs": 0}, "--jobs is 0"),
         ({"cmake_args": ["GGML_NATIVE=OFF"]}, "is not of the form -DNAME=VALUE"),
         ({"web_ui": True}, "npm not found"),
+        ({"cuda_archs": ["90"]}, "--cuda-archs 90 does nothing with --backend cpu"),
+        ({"backend": "cuda", "cuda_archs": ["9.0"]}, "'9.0' is no CUDA architecture"),
     ],
 )
 def test_bad_input(machine, archive, arguments, expected):
