@@ -13,7 +13,7 @@ SLOTS  ?=
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: run test venv engine engine-tests lint test-unit test-cli test-patches test-native test-service test-identity \
-        test-e2e test-upstream test-wheel test-bins identity soak clean
+        test-e2e test-upstream test-gpu test-wheel test-bins identity soak clean
 
 # ---- set-up
 
@@ -44,7 +44,7 @@ run: engine
 # ---- tests that need no GPU; the last line is pytest's own count
 
 test: lint test-native engine-tests
-	$(PYTEST) tests/unit tests/patches tests/cli tests/service tests/identity tests/e2e tests/upstream tests/wheel
+	$(PYTEST) tests/unit tests/patches tests/cli tests/service tests/identity tests/e2e tests/upstream tests/gpu tests/wheel
 
 lint: venv
 	$(BIN)/ruff check .
@@ -71,6 +71,11 @@ test-identity: engine-tests
 
 test-e2e: engine-tests
 	$(PYTEST) tests/e2e
+
+# Needs an NVIDIA card and the CUDA toolkit; without a card all but the report's tests are skipped, and say so.
+test-gpu: venv
+	if command -v nvidia-smi >/dev/null; then $(BUILD) --backend cuda --target moe-identity --target moe-replay; fi
+	$(PYTEST) tests/gpu
 
 # Upstream's own tests on our build, streaming off and on.
 test-upstream: engine-tests

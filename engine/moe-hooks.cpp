@@ -104,9 +104,142 @@ static ggml_backend_buffer_type_t pool_buft() {
     return &buft;
 }
 
-bool moe_is_pool(ggml_backend_buffer_type_t buft) {
-    return buft == pool_buft();
+//
+// pools in a device's memory: the loader sees a type of ours, which it neither maps nor fills; once buffers exist they, and with them the
+// tensors, are of the device's own type, which its kernels and the scheduler must see
+//
+
+namespace {
+
+struct device_pool {
+    ggml_backend_buffer_type   buft;
+    ggml_backend_buffer_type_t own; // the device's
+    std::string                name;
+};
+
+} // namespace
+
+static ggml_backend_buffer_type_t own_buft(ggml_backend_buffer_type_t pool) {
+    return ((const device_pool *) pool->context)->own;
 }
+
+static const char * device_pool_name(ggml_backend_buffer_type_t buft) {
+    return ((const device_pool *) buft->context)->name.c_str();
+}
+
+static size_t device_pool_alignment(ggml_backend_buffer_type_t buft) {
+    return ggml_backend_buft_get_alignment(own_buft(buft));
+}
+
+static size_t device_pool_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * t) {
+    return ggml_backend_buft_get_alloc_size(own_buft(buft), t);
+}
+
+static ggml_backend_buffer_t device_pool_alloc(ggml_backend_buffer_type_t buft, size_t size) {
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(own_buft(buft), size);
+    if (!buffer) {
+        LLAMA_LOG_ERROR("moestream: cannot allocate %.2f GiB on %s for expert slots and staging; hint: fewer slots, fewer layers on the "
+                "device (-ngl), or --cpu-moe\n", size / 1073741824.0, ggml_backend_buft_name(own_buft(buft)));
+        return nullptr;
+    }
+    ggml_backend_buffer_clear(buffer, 0);
+    return buffer;
+}
+
+static bool is_device_pool(ggml_backend_buffer_type_t buft) {
+    return buft->iface.get_name == device_pool_name;
+}
+
+// the same for the same device, as long as the process lives: the loader keeps it as a key
+static ggml_backend_buffer_type_t device_pool_buft(ggml_backend_buffer_type_t own) {
+    static std::mutex mutex;
+    static std::map<ggml_backend_buffer_type_t, std::unique_ptr<device_pool>> pools;
+    std::lock_guard<std::mutex> lock(mutex);
+    auto & pool = pools[own];
+    if (!pool) {
+        pool = std::make_unique<device_pool>();
+        pool->own  = own;
+        pool->name = std::string("MoE_Pool_") + ggml_backend_buft_name(own);
+        pool->buft = {
+            /* .iface   = */ {
+                /* .get_name       = */ device_pool_name,
+                /* .alloc_buffer   = */ device_pool_alloc,
+                /* .get_alignment  = */ device_pool_alignment,
+                /* .get_max_size   = */ nullptr,
+                /* .get_alloc_size = */ device_pool_alloc_size,
+                /* .is_host        = */ nullptr,
+            },
+            /* .device  = */ ggml_backend_buft_get_device(own),
+            /* .context = */ pool.get(),
+        };
+    }
+    return &pool->buft;
+}
+
+bool moe_is_pool(ggml_backend_buffer_type_t buft) {
+    return buft == pool_buft() || is_device_pool(buft);
+}
+
+// How many tokens a batch may have for the device's kernels to compute with each expert alone, wherever it lies; more need staging. Null: the
+// device takes no pools.
+using slot_tokens_fn = int (*)(ggml_backend_dev_t dev, ggml_type type);
+
+static slot_tokens_fn slot_tokens_of(ggml_backend_dev_t dev) {
+    const ggml_backend_reg_t reg = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
+    return reg ? (slot_tokens_fn) ggml_backend_reg_get_proc_address(reg, "moe_slot_tokens") : nullptr;
+}
+
+static bool takes_pool(ggml_backend_buffer_type_t buft) {
+    const ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
+    return slot_tokens_of(dev) && buft == ggml_backend_dev_buffer_type(dev);
+}
+
+namespace {
+
+// By the buffer's own functions, which return when the device is done and use a stream of the calling thread: they neither wait for
+// kernels nor make kernels wait. What keeps them apart is in moe_compute::finish().
+class device_storage final : public moe::storage {
+public:
+    explicit device_storage(ggml_backend_buffer_t buffer) : buffer(buffer) {}
+
+    void write(void * dst, const void * src, uint64_t size) const override {
+        ggml_tensor t = bytes(dst, size);
+        buffer->iface.set_tensor(buffer, &t, src, 0, size);
+    }
+
+    void read(void * dst, const void * src, uint64_t size) const override {
+        const ggml_tensor t = bytes(src, size);
+        buffer->iface.get_tensor(buffer, &t, dst, 0, size);
+    }
+
+    void copy(void * dst, const void * src, uint64_t size) const override {
+        const ggml_tensor from = bytes(src, size);
+        ggml_tensor       to   = bytes(dst, size);
+        GGML_ASSERT(buffer->iface.cpy_tensor(buffer, &from, &to)); // on one device there is always a way
+    }
+
+    void fill(void * dst, uint8_t value, uint64_t size) const override {
+        ggml_tensor t = bytes(dst, size);
+        buffer->iface.memset_tensor(buffer, &t, value, 0, size);
+    }
+
+private:
+    ggml_tensor bytes(const void * data, uint64_t size) const {
+        ggml_tensor t = {};
+        t.type   = GGML_TYPE_I8;
+        t.buffer = buffer;
+        t.data   = const_cast<void *>(data);
+        t.ne[0]  = (int64_t) size;
+        t.ne[1]  = t.ne[2] = t.ne[3] = 1;
+        t.nb[0]  = 1;
+        t.nb[1]  = t.nb[2] = t.nb[3] = size;
+        return t;
+    }
+
+    const ggml_backend_buffer_t buffer;
+};
+
+} // namespace
 
 //
 // repacked experts: upstream's faster CPU kernels want rows in another order, which upstream makes while it loads a whole tensor.
@@ -195,6 +328,9 @@ struct file_tensor {
     int64_t     n_expert;
     ggml_backend_buffer_type_t repack = nullptr; // the experts are repacked; null: plain rows
     std::unique_ptr<repacking> convert;          // when they are
+    bool        is_unlike_stock = false;         // stock's choice on the processor would be kernels that streamed experts cannot take
+    ggml_backend_buffer_type_t place = nullptr;  // a pool's type: where slots and staging are
+    uint64_t    pad_bytes = 0;                   // see moe::expert_part
     ggml_tensor * pool    = nullptr; // null: the model does not use it
     ggml_tensor * staging = nullptr; // null: every expert has a slot
     uint64_t    staging_offset = 0;  // in a half
@@ -224,6 +360,15 @@ struct block_identity {
 struct layer_shape {
     int32_t n_expert;
     int32_t n_free_slot;
+    int64_t n_slot_tokens; // of a batch that goes through slots, at most
+    bool    on_device;
+};
+
+// where slots and staging of some layers are
+struct expert_place {
+    ggml_tensor *                   staging = nullptr; // null: no layer needs it
+    std::unique_ptr<device_storage> at;                // null: the processor's memory
+    uint64_t                        device_bytes = 0;  // of its buffer, when that is a device's
 };
 
 } // namespace
@@ -261,12 +406,16 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     int32_t      n_guess      = 0; // entries
     moe::memory_now memory;
     bool         maps_dense = false;
-    bool         unlike_stock = false; // stock would take kernels that streamed experts cannot
     ggml_backend_buffer_ptr repack_view; // of the pool's memory
 
     ggml_tensor *    staging = nullptr;
     ggml_tensor *    ram     = nullptr; // the RAM tier's slabs
     ggml_tensor *    guesses = nullptr; // entries for experts that are guessed
+    bool         with_devices = false; // the model may use some
+    bool         takes_pools  = false; // one of them can hold slots
+    ggml_backend_dev_t only_device = nullptr; // that which all layers and slots will be on, if there is such a one
+    std::map<ggml_backend_buffer_type_t, expert_place> places; // by pool type
+    ggml_backend_buffer_ptr bounce; // page-locked, for what goes to devices
     ggml_context_ptr ctx_staging; // the twins' tensor structs
 
     std::unordered_map<std::string, const ggml_tensor *>   routers; // and what goes with them, by name
@@ -289,8 +438,18 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     // what is refused, or left out, without slots to fill
     bool guesses_possible() const { return prefetch != moe::prefetch_kind::off && overlap; }
 
+    // of a place that has some
     uint64_t staging_bytes() const {
         return n_ring > 0 ? n_ring * ring_bytes + tensor_pad : 2 * half_bytes;
+    }
+
+    ggml_tensor * host_staging() const {
+        const auto it = places.find(pool_buft());
+        return it == places.end() ? nullptr : it->second.staging;
+    }
+
+    bool on_device() const {
+        return std::any_of(places.begin(), places.end(), [](const auto & p) { return is_device_pool(p.first); });
     }
 
     int32_t n_slot_in(int32_t il, int64_t n_expert) const {
@@ -705,7 +864,7 @@ static void refuse_combinations(const moe_stream & moe, const llama_model_loader
             throw std::runtime_error("--moe-slots cannot be combined with --rpc; hint: leave out one of them");
         }
     }
-    for (const auto * o = ml.tensor_buft_overrides; o && o->pattern; ++o) {
+    for (const auto * o = ml.tensor_buft_overrides; o && o->pattern && !moe.takes_pools; ++o) { // else it says where the slots are
         const std::regex pattern(o->pattern);
         for (const auto & [il, tensors] : moe.layers) {
             for (const file_tensor & t : tensors) {
@@ -716,6 +875,27 @@ static void refuse_combinations(const moe_stream & moe, const llama_model_loader
             }
         }
     }
+}
+
+static bool is_overridden(const moe_stream & moe, const llama_model_loader & ml) {
+    for (const auto * o = ml.tensor_buft_overrides; o && o->pattern; ++o) {
+        const std::regex pattern(o->pattern);
+        for (const auto & [il, tensors] : moe.layers) {
+            for (const file_tensor & t : tensors) {
+                if (std::regex_search(t.name, pattern)) {
+                    return true;
+                }
+            }
+        }
+    }
+    return false;
+}
+
+// where upstream will put all layers, known before it does
+static ggml_backend_dev_t only_device_of(const moe_stream & moe, const llama_model_loader & ml, const llama_hparams & hparams,
+        const llama_model_params & params, const std::vector<llama_device> & devices) {
+    const bool all_layers = params.n_gpu_layers < 0 || params.n_gpu_layers > (int32_t) hparams.n_layer_all; // the output counts as one
+    return all_layers && devices.size() == 1 && slot_tokens_of(devices[0].dev) && !is_overridden(moe, ml) ? devices[0].dev : nullptr;
 }
 
 static void find_experts(moe_stream & moe, const llama_model_loader & ml, const llama_hparams & hparams) {
@@ -737,8 +917,8 @@ static void find_experts(moe_stream & moe, const llama_model_loader & ml, const 
                 ggml_backend_buffer_type_t extra = extra_buft_for(w->tensor, std::max<int64_t>(1, hparams.n_expert_used(il)));
                 // a piece of work must fit into a reader's buffer
                 const bool can = extra && is_repack(extra) && 16 * w->tensor->nb[1] <= moe::reader::default_chunk_size;
-                t.repack         = can ? extra : nullptr;
-                moe.unlike_stock = moe.unlike_stock || (extra && !can);
+                t.repack          = can ? extra : nullptr;
+                t.is_unlike_stock = extra && !can;
             }
             moe.expert_bytes += ggml_nbytes(w->tensor);
             moe.layers[(int32_t) il].push_back(std::move(t));
@@ -835,7 +1015,7 @@ static void lay_out_staging(moe_stream & moe) {
         uint64_t pos = 0;
         for (file_tensor & t : tensors) {
             t.staging_offset = pos;
-            pos += align_up(t.expert_bytes * t.n_expert + tensor_pad, 4096);
+            pos += align_up(t.expert_bytes * t.n_expert + std::max<uint64_t>(tensor_pad, t.pad_bytes), 4096);
         }
         moe.half_bytes = std::max(moe.half_bytes, pos);
     }
@@ -959,6 +1139,17 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
                 (long long) moe.slots_wanted, MOE_SLOTS_AUTO, MOE_SLOTS_ALL, MOE_SLOTS_MAP));
     }
 
+    // what everything must fit into: the processor's memory, or that of the device where it all goes
+    moe::memory_now memory = moe.memory;
+    uint64_t reserve = memory.available_bytes / 20 + std::min<uint64_t>(512ull << 20, memory.available_bytes / 10); // for the program itself, and whatever else runs
+    if (moe.only_device && moe.slots_wanted == MOE_SLOTS_AUTO) {
+        size_t free = 0;
+        size_t total = 0;
+        ggml_backend_dev_memory(moe.only_device, &free, &total);
+        memory  = { free, std::string("free on ") + ggml_backend_dev_name(moe.only_device) };
+        reserve = free / 20 + std::min<uint64_t>(1280ull << 20, free / 4); // upstream's fit wants 1 GiB to be left
+    }
+
     const context_plan plan(ml, hparams);
     const uint64_t kv_bytes = kv_bytes_estimate(hparams, plan);
 
@@ -968,17 +1159,16 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         bool     ring;
         uint64_t ram_bytes;
     };
-    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, uint64_t, staging_kind, int64_t, int32_t>;
+    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, uint64_t, staging_kind, int64_t, int32_t, ggml_backend_dev_t>;
     static std::mutex mutex;
     static std::map<key, decision> decided;
     std::lock_guard<std::mutex> lock(mutex);
-    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch, wanted, map_bytes, moe.staging_wanted, moe.ram_wanted, moe.n_guess };
+    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes, plan.n_ubatch, wanted, map_bytes, moe.staging_wanted, moe.ram_wanted, moe.n_guess,
+        moe.only_device };
     auto it = decided.find(this_one);
     if (it == decided.end()) {
         moe::slot_budget b;
-        // for the program itself, and whatever else runs
-        const uint64_t reserve = moe.memory.available_bytes / 20 + std::min<uint64_t>(512ull << 20, moe.memory.available_bytes / 10);
-        b.available_bytes = moe.memory.available_bytes - reserve;
+        b.available_bytes = memory.available_bytes - reserve;
         b.resident_bytes  = moe.dense_bytes + kv_bytes + compute_bytes_estimate(hparams, plan, n_used_max)
             + (moe.io.n_in_flight > 0 ? moe.io.n_in_flight : moe::max_in_flight) * moe::reader::default_chunk_size;
         b.slot_bytes      = slot_bytes;
@@ -989,7 +1179,10 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         d.n_slot = (int32_t) std::min(std::max<int64_t>(wanted, is_repacked ? 2 : 1), n_expert_max);
         d.ring   = moe.staging_wanted == staging_kind::ring;
         b.staging_bytes = 2 * moe.half_bytes;
-        if (moe.staging_wanted == staging_kind::automatic && moe.overlap && moe.memory.available_bytes > 0) {
+        if (moe.only_device) { // where it is always needed
+            b.resident_bytes += b.staging_bytes;
+            b.staging_bytes = 0;
+        } else if (moe.staging_wanted == staging_kind::automatic && moe.overlap && memory.available_bytes > 0) {
             d.ring = moe::staging_is_too_large(b, map_bytes > 0 ? map_bytes : wanted > 0 ? d.n_slot * slot_bytes : 0);
         }
         if (d.ring) {
@@ -1014,7 +1207,7 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
             throw std::runtime_error(format("--moe-slots auto: %lld slots a layer, the fewest there can be, take %.1f MiB (%.1f of them KV cache for a context of %lld), "
                     "and with a margin %.1f of the %.1f MiB available (%s) may be used; hint: a smaller context (-c), free memory, or --moe-slots %lld to try all the same",
                     (long long) n_used_max, mib(b.resident_bytes + b.staging_bytes + n_used_max * slot_bytes), mib(kv_bytes),
-                    (long long) plan.n_ctx, mib(b.available_bytes), mib(moe.memory.available_bytes), moe.memory.limited_by.c_str(), (long long) n_used_max));
+                    (long long) plan.n_ctx, mib(b.available_bytes), mib(memory.available_bytes), memory.limited_by.c_str(), (long long) n_used_max));
         }
         it = decided.emplace(this_one, d).first;
     }
@@ -1064,6 +1257,11 @@ std::shared_ptr<moe_stream> moe_load_begin(
                 "hint: leave out --moe-slots", ml.arch_name.c_str()));
     }
     check_model(*moe, hparams);
+    for (const llama_device & d : devices) {
+        moe->with_devices = true;
+        moe->takes_pools  = moe->takes_pools || slot_tokens_of(d.dev);
+    }
+    moe->only_device = only_device_of(*moe, ml, hparams, params, devices);
     refuse_combinations(*moe, ml, params, devices);
     read_map(*moe, ml);
     lay_out_staging(*moe);
@@ -1086,26 +1284,65 @@ std::shared_ptr<moe_stream> moe_load_begin(
     return held_by_model(moe);
 }
 
+// upstream's loader reserves as much behind a tensor whose rows are no multiple of this, and its kernels read it
+static constexpr int64_t device_row_elements = 512;
+
 ggml_backend_buffer_type_t moe_load_tensor(
-        moe_stream * moe, llama_model_loader & ml, const LLM_TN_IMPL & tn, int flags, ggml_tensor * t_meta) {
+        moe_stream * moe, llama_model_loader & ml, const LLM_TN_IMPL & tn, int flags, ggml_tensor * t_meta,
+        const std::function<ggml_backend_buffer_type_t(ggml_tensor *)> & upstream) {
     if (!moe || (flags & llama_model_loader::TENSOR_SKIP)) {
-        return nullptr;
+        return upstream(t_meta);
     }
     check_type(tn, t_meta);
     const auto it = moe->layers.find(tn.bid);
     if (it == moe->layers.end()) {
-        return nullptr;
+        return upstream(t_meta);
     }
     const std::string name = tn.str();
-    for (const file_tensor & t : it->second) {
-        if (t.name == name) {
-            ml.size_data -= ggml_nbytes(t_meta);
-            t_meta->ne[2] = moe->n_slot_in(tn.bid, t_meta->ne[2]);
-            t_meta->nb[3] = t_meta->nb[2] * t_meta->ne[2];
-            return pool_buft();
+    for (file_tensor & t : it->second) {
+        if (t.name != name) {
+            continue;
         }
+        t.place = pool_buft();
+        if (moe->takes_pools) {
+            const ggml_backend_buffer_type_t chosen = upstream(t_meta);
+            if (!chosen) {
+                return nullptr; // the model does not use it
+            }
+            if (takes_pool(chosen)) {
+                t.place  = device_pool_buft(chosen);
+                t.repack = nullptr; // that is for the processor's kernels
+                t.is_unlike_stock = false;
+                if (ggml_is_quantized(t_meta->type) && t_meta->ne[0] % device_row_elements != 0) {
+                    t.pad_bytes = std::min<uint64_t>(ggml_row_size(t_meta->type, device_row_elements), t.expert_bytes);
+                }
+            }
+        }
+        ml.size_data -= ggml_nbytes(t_meta);
+        t_meta->ne[2] = moe->n_slot_in(tn.bid, t_meta->ne[2]);
+        t_meta->nb[3] = t_meta->nb[2] * t_meta->ne[2];
+        return t.place;
     }
-    return nullptr;
+    return upstream(t_meta);
+}
+
+// what is not built yet for slots in a device's memory
+static void refuse_on_device(const moe_stream & moe) {
+    std::string where;
+    for (const auto & [place, p] : moe.places) {
+        where = is_device_pool(place) ? ggml_backend_buft_name(own_buft(place)) : where;
+    }
+    if (moe.slots_wanted == MOE_SLOTS_AUTO && !moe.only_device) {
+        throw std::runtime_error(format("--moe-slots auto cannot share memory out between %s and other places; hint: --moe-slots N, all layers on one device (-ngl 99), or "
+                "--cpu-moe to have the slots in the memory of the processor", where.c_str()));
+    }
+    if (moe.staging_wanted == staging_kind::ring) {
+        throw std::runtime_error(format("--moe-staging ring is for experts on the cpu, these are on %s; hint: --moe-staging full, or --cpu-moe", where.c_str()));
+    }
+    const char * const below = moe.ram_wanted != 0 ? "--moe-ram" : moe.prefetch == moe::prefetch_kind::on ? "--moe-prefetch on" : nullptr;
+    if (below) {
+        throw std::runtime_error(format("%s is for experts on the cpu, these are on %s; hint: leave it out, or --cpu-moe", below, where.c_str()));
+    }
 }
 
 // of a layer: what guesses are made with
@@ -1117,40 +1354,64 @@ void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
     if (!moe) {
         return;
     }
-    const auto it_ctx = ml.ctx_map.find({ pool_buft(), false });
-    if (it_ctx == ml.ctx_map.end()) {
-        throw std::runtime_error("--moe-slots: the model uses none of its expert tensors");
-    }
-    ggml_context * ctx = it_ctx->second.get();
-
     // keep what the model really uses (layers of a skipped MTP head stay unread)
-    bool needs_staging = false;
+    std::map<ggml_backend_buffer_type_t, bool> needs_staging; // by place
     for (auto it = moe->layers.begin(); it != moe->layers.end(); ) {
         for (file_tensor & t : it->second) {
-            t.pool = ggml_get_tensor(ctx, t.name.c_str());
-            needs_staging = needs_staging || (t.pool && t.pool->ne[2] < t.n_expert);
+            const auto it_ctx = ml.ctx_map.find({ t.place ? t.place : pool_buft(), false });
+            t.pool = it_ctx == ml.ctx_map.end() ? nullptr : ggml_get_tensor(it_ctx->second.get(), t.name.c_str());
+            if (!t.pool) {
+                continue;
+            }
+            if (t.place != it->second[0].place) {
+                throw std::runtime_error(format("--moe-slots: the experts of layer %d are in two places, '%s' on %s and '%s' on %s; hint: an --override-tensor that "
+                        "matches all expert tensors of a layer, or none", it->first, it->second[0].name.c_str(), ggml_backend_buft_name(it->second[0].place),
+                        t.name.c_str(), ggml_backend_buft_name(t.place)));
+            }
+            // a device takes batches of more than a few tokens through staging only
+            needs_staging[t.place] = needs_staging[t.place] || is_device_pool(t.place) || t.pool->ne[2] < t.n_expert;
         }
         const bool used = it->second[0].pool != nullptr;
         it = used ? std::next(it) : moe->layers.erase(it);
     }
+    if (needs_staging.empty()) {
+        throw std::runtime_error("--moe-slots: the model uses none of its expert tensors");
+    }
+    for (const auto & [place, needed] : needs_staging) {
+        moe->places[place];
+    }
+    if (moe->on_device()) {
+        refuse_on_device(*moe);
+        moe->n_ring = 0;
+    }
     moe->half_bytes = 0;
-    if (needs_staging) {
-        lay_out_staging(*moe);
-        moe->staging = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, moe->staging_bytes());
-        ggml_set_name(moe->staging, "moe_staging");
-    } else {
+    lay_out_staging(*moe);
+    bool any = false;
+    for (const auto & [place, needed] : needs_staging) {
+        if (needed) {
+            any = true;
+            ggml_tensor * staging = ggml_new_tensor_1d(ml.ctx_map.at({ place, false }).get(), GGML_TYPE_I8, moe->staging_bytes());
+            ggml_set_name(staging, "moe_staging");
+            moe->places[place].staging = staging;
+        }
+    }
+    if (!any) {
+        moe->half_bytes = 0;
         moe->n_ring     = 0;
+    }
+    if (moe->on_device() || !any) { // copies to and from a device's slots are not made for them
         moe->ram_budget = 0;
         moe->n_guess    = 0;
     }
     if (moe->ram_budget > 0) {
+        ggml_context * host_ctx = ml.ctx_map.at({ pool_buft(), false }).get();
         std::vector<moe::ram_tier::layer_size> sizes;
         for (const auto & [il, tensors] : moe->layers) {
             sizes.push_back({ slab_bytes(tensors), (int32_t) tensors[0].n_expert, (int32_t) tensors[0].pool->ne[2] });
         }
         const uint64_t bytes = moe::ram_tier(sizes, moe->ram_budget).bytes();
         if (bytes > 0) { // else not even one expert has room
-            moe->ram = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, bytes + tensor_pad);
+            moe->ram = ggml_new_tensor_1d(host_ctx, GGML_TYPE_I8, bytes + tensor_pad);
             ggml_set_name(moe->ram, "moe_ram");
         }
     }
@@ -1165,7 +1426,7 @@ void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
         }
     }
     if (moe->n_guess > 0) {
-        moe->guesses = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, moe->n_guess * moe->guess_bytes + tensor_pad);
+        moe->guesses = ggml_new_tensor_1d(ml.ctx_map.at({ pool_buft(), false }).get(), GGML_TYPE_I8, moe->n_guess * moe->guess_bytes + tensor_pad);
         ggml_set_name(moe->guesses, "moe_guesses");
     }
 }
@@ -1216,7 +1477,7 @@ void moe_load_mapped(moe_stream * moe, llama_model_loader & ml) {
 
 // A tensor struct like the pool's, but full width, inside staging; parity picks the half. With a ring its rows are nowhere: kernels get
 // each matrix from the gate, and the first n_slot rows are the pool's, for ids of rows with any bytes.
-static ggml_tensor * make_twin(moe_stream & moe, const file_tensor & t, int32_t parity) {
+static ggml_tensor * make_twin(moe_stream & moe, const ggml_tensor & staging, const file_tensor & t, int32_t parity) {
     ggml_tensor * twin = ggml_new_tensor_3d(moe.ctx_staging.get(), t.pool->type, t.pool->ne[0], t.pool->ne[1], t.n_expert);
     ggml_format_name(twin, "%s.staging", t.name.c_str());
     const uint64_t offset = parity * moe.half_bytes + t.staging_offset;
@@ -1226,10 +1487,10 @@ static ggml_tensor * make_twin(moe_stream & moe, const file_tensor & t, int32_t 
         if (t.repack && twin->data) {
             ggml_backend_buffer_init_tensor(twin->buffer, twin);
         }
-    } else if (moe.staging->data) {
-        ggml_backend_tensor_alloc(t.repack ? moe.repack_view.get() : moe.staging->buffer, twin, (char *) moe.staging->data + offset);
+    } else if (staging.data) {
+        ggml_backend_tensor_alloc(t.repack ? moe.repack_view.get() : staging.buffer, twin, (char *) staging.data + offset);
     } else {
-        twin->buffer = moe.staging->buffer; // the memory-fit pass
+        twin->buffer = staging.buffer; // the memory-fit pass
     }
     return twin;
 }
@@ -1249,7 +1510,6 @@ static void add_gate(moe_stream & moe, const ggml_tensor * w, int32_t i_layer, i
     g.i_layer = i_layer;
     g.part    = part;
     g.staged  = staged;
-    moe.layer_gates.resize(2 * i_layer + 2);
     moe.layer_gates[2 * i_layer + staged].push_back(&g);
 }
 
@@ -1265,13 +1525,13 @@ static void open_files(moe_stream & moe, const std::vector<moe::open_file> & fil
         wish.backend = moe::io_backend::threads;
     }
     // through the page cache only if it can hold the experts beside everything else
-    uint64_t need = moe.expert_bytes + moe.dense_bytes + (moe.staging ? moe.staging_bytes() : 0);
+    uint64_t need = moe.expert_bytes + moe.dense_bytes + (moe.host_staging() ? moe.staging_bytes() : 0);
     for (const ggml_tensor * t : { moe.ram, moe.guesses }) {
         need += t ? ggml_nbytes(t) : 0;
     }
     for (const auto & [il, tensors] : moe.layers) {
         for (const file_tensor & t : tensors) {
-            need += ggml_nbytes(t.pool);
+            need += t.place == pool_buft() ? ggml_nbytes(t.pool) : 0;
         }
     }
     const bool     fits = moe.memory.available_bytes == 0 || need <= moe.memory.available_bytes;
@@ -1469,7 +1729,8 @@ static moe::router_weights find_router(const moe_stream & moe, int32_t il) {
 static void set_up_guesses(moe_stream & moe) {
     std::lock_guard<std::mutex> lock(moe.report_mutex);
     std::string & why = moe.report.prefetch_reason;
-    why = moe.prefetch == moe::prefetch_kind::off ? "as asked" : !moe.overlap ? "--moe-overlap off" : moe.n_guess == 0 ? "every expert has a slot" : "";
+    why = moe.prefetch == moe::prefetch_kind::off ? "as asked" : !moe.overlap ? "--moe-overlap off" : moe.on_device() ? "experts on a device" :
+        moe.n_guess == 0 ? "every expert has a slot" : "";
     if (!why.empty()) {
         return;
     }
@@ -1487,6 +1748,21 @@ static void set_up_guesses(moe_stream & moe) {
     moe.next_router = std::make_unique<moe::router_guess>(std::move(routers), noise ? (uint32_t) std::clamp(atoi(noise), 0, 100) : 0);
 }
 
+// Memory for the reader's buffers from which a device copies at full speed (from other memory a few times slower); null where no expert goes to one.
+static uint8_t * make_bounce(moe_stream & moe, const moe::file_source & source, int32_t n_in_flight) {
+    for (const auto & [place, p] : moe.places) {
+        ggml_backend_buffer_type_t locked = is_device_pool(place) ? ggml_backend_dev_host_buffer_type(ggml_backend_buft_get_device(place)) : nullptr;
+        if (!locked) {
+            continue;
+        }
+        moe.bounce.reset(ggml_backend_buft_alloc_buffer(locked, moe::reader::bounce_bytes_for(source, n_in_flight) + 4096));
+        if (moe.bounce) {
+            return (uint8_t *) align_up((uintptr_t) ggml_backend_buffer_get_base(moe.bounce.get()), 4096);
+        }
+    }
+    return nullptr;
+}
+
 void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<const ggml_tensor *, ggml_prec> & prec) {
     if (!moe) {
         return;
@@ -1498,9 +1774,23 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     }
     moe->ctx_staging.reset(ggml_init({ ggml_tensor_overhead() * (n_tensors + 1), nullptr, true }));
 
+    for (auto & [buft, place] : moe->places) {
+        if (!is_device_pool(buft)) {
+            continue;
+        }
+        ggml_backend_buffer_t buffer = place.staging->buffer;
+        buffer->buft = own_buft(buft); // also of the memory-fit pass, whose scheduler must know where these tensors are
+        place.device_bytes = ggml_backend_buffer_get_size(buffer);
+        place.at = std::make_unique<device_storage>(buffer);
+    }
+
     std::vector<moe::layer_desc> descs;
     for (auto & [il, tensors] : moe->layers) {
         const int32_t i_layer = (int32_t) descs.size();
+        const expert_place & place = moe->places.at(tensors[0].place);
+        const bool on_device = place.at != nullptr;
+        int64_t n_slot_tokens = INT64_MAX;
+        moe->layer_gates.resize(2 * i_layer + 2);
         moe::layer_desc d;
         d.layer    = il;
         d.n_expert = (int32_t) tensors[0].n_expert;
@@ -1514,14 +1804,21 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
                 ggml_backend_buffer_init_tensor(t.pool->buffer, t.pool);
                 t.convert = std::make_unique<repacking>(*t.pool);
             }
-            d.parts.push_back({ (int32_t) t.file, t.offset, t.expert_bytes, (uint8_t *) t.pool->data, t.staging_offset, t.convert.get() });
+            d.parts.push_back({ (int32_t) t.file, t.offset, t.expert_bytes, (uint8_t *) t.pool->data, t.staging_offset, t.convert.get(), t.pad_bytes });
             moe->i_layer_of[t.pool] = i_layer;
             const int32_t part = (int32_t) d.parts.size() - 1;
-            add_gate(*moe, t.pool, i_layer, part, false);
-            if (moe->staging) {
-                t.staging = make_twin(*moe, t, i_layer % 2);
+            if (on_device) { // only the processor's kernels know gates
+                const ggml_backend_dev_t dev = ggml_backend_buft_get_device(own_buft(t.place));
+                n_slot_tokens = std::min<int64_t>(n_slot_tokens, slot_tokens_of(dev)(dev, t.pool->type));
+            } else {
+                add_gate(*moe, t.pool, i_layer, part, false);
+            }
+            if (place.staging) {
+                t.staging = make_twin(*moe, *place.staging, t, i_layer % 2);
                 moe->staging_of[t.pool] = t.staging;
-                add_gate(*moe, t.staging, i_layer, part, true);
+                if (!on_device) {
+                    add_gate(*moe, t.staging, i_layer, part, true);
+                }
                 const auto it = prec.find(t.pool);
                 if (it != prec.end()) {
                     prec.emplace(t.staging, it->second);
@@ -1529,7 +1826,9 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
             }
         }
         apply_map(*moe, d);
-        moe->shapes.push_back({ d.n_expert, d.n_free_slot() });
+        d.at      = place.at.get();
+        d.staging = on_device ? (uint8_t *) place.staging->data : nullptr;
+        moe->shapes.push_back({ d.n_expert, d.n_free_slot(), n_slot_tokens, on_device });
         descs.push_back(d);
     }
 
@@ -1559,15 +1858,27 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     r.overlap         = moe->overlap;
     r.ram_requested   = moe->ram_wanted == MOE_RAM_AUTO ? "auto" : moe->ram_wanted == 0 ? "none" : std::to_string(moe->ram_wanted);
     r.prefetch        = moe->prefetch == moe::prefetch_kind::automatic ? "auto" : moe->prefetch == moe::prefetch_kind::on ? "on" : "off";
-    r.placement       = "cpu";
     size_t n_repacked = 0;
+    bool   unlike_stock = false;
+    std::map<std::string, size_t> n_layers_on;
     for (const auto & [il, tensors] : moe->layers) {
         n_repacked += std::count_if(tensors.begin(), tensors.end(), [](const file_tensor & t) { return t.repack != nullptr; });
+        for (const file_tensor & t : tensors) {
+            unlike_stock = unlike_stock || t.is_unlike_stock;
+        }
+        const ggml_backend_buffer_type_t place = tensors[0].place;
+        n_layers_on[is_device_pool(place) ? ggml_backend_buft_name(own_buft(place)) : "cpu"] += 1;
+    }
+    for (const auto & [where, n] : n_layers_on) {
+        r.placement += (r.placement.empty() ? "" : ", ") + where + (n_layers_on.size() > 1 ? format(" (%zu layers)", n) : "");
     }
     r.kernels_expert  = n_repacked == 0 ? "plain" : n_repacked == n_tensors ? "repacked" : "repacked and plain";
     r.kernels_dense   = "plain";
-    r.same_bits_as    = moe->unlike_stock ? "no stock llama.cpp: it would use kernels that streamed experts cannot (--no-repack avoids them)" :
+    r.same_bits_as    = unlike_stock ? "no stock llama.cpp: it would use kernels that streamed experts cannot (--no-repack avoids them)" :
         moe->extra_bufts ? "stock llama.cpp" : "stock llama.cpp with --no-repack";
+    if (moe->with_devices && !unlike_stock) { // devices are not lent to what is in the processor's memory
+        r.same_bits_as += moe->extra_bufts ? " with --no-op-offload" : " --no-op-offload";
+    }
     for (const auto & [key, ctx] : ml.ctx_map) {
         if (std::string(ggml_backend_buft_name(key.buft)).find("REPACK") != std::string::npos) {
             r.kernels_dense = "repacked";
@@ -1581,7 +1892,7 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     opt.policy     = moe->policy;
     opt.poison     = is_set("MOESTREAM_POISON");
     opt.check      = is_set("MOESTREAM_CHECK");
-    opt.staging    = moe->staging ? (uint8_t *) moe->staging->data : nullptr;
+    opt.staging    = moe->host_staging() ? (uint8_t *) moe->host_staging()->data : nullptr;
     opt.half_bytes = moe->half_bytes;
     opt.n_ring     = moe->n_ring;
     opt.ring_bytes = moe->ring_bytes;
@@ -1597,9 +1908,14 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
         open_trace(*moe, ml, descs);
         opt.trace = moe->trace.get();
     }
+    const auto make_reader = [&] {
+        const int32_t depth = r.io_in_flight / r.io_threads;
+        return std::make_unique<moe::reader>(std::move(source), r.io_threads, moe::reader::default_chunk_size, n_repacked > 0 || moe->on_device(), depth,
+                make_bounce(*moe, *source, r.io_threads * depth));
+    };
     std::unique_ptr<moe::reader> io;
     try {
-        io = std::make_unique<moe::reader>(std::move(source), r.io_threads, moe::reader::default_chunk_size, n_repacked > 0, r.io_in_flight / r.io_threads);
+        io = make_reader();
     } catch (const std::exception & e) {
         if (moe->io.backend != moe::io_backend::automatic || r.io_backend != moe::io_backend_name(moe::io_backend::uring)) {
             throw;
@@ -1608,7 +1924,7 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
         moe->io.backend = moe::io_backend::threads;
         open_files(*moe, files, source);
         r.io_reason += std::string("; no io_uring: ") + e.what();
-        io = std::make_unique<moe::reader>(std::move(source), r.io_threads, moe::reader::default_chunk_size, n_repacked > 0, r.io_in_flight / r.io_threads);
+        io = make_reader();
     }
     moe->stream = std::make_unique<moe::stream>(opt, std::move(descs), std::move(io));
 }
@@ -1618,7 +1934,8 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
 static void check_memory(const moe_stream & moe) {
     const moe::memory_report & m = moe.report.memory;
     const uint64_t available = moe.memory.available_bytes;
-    const uint64_t needed    = m.total() + (8ull << 20) + m.total() / 64; // and the program itself
+    const uint64_t in_memory = m.total() - m.device_bytes;
+    const uint64_t needed    = in_memory + (8ull << 20) + in_memory / 64; // and the program itself
     if (available == 0 || needed <= available) {
         return;
     }
@@ -1656,10 +1973,19 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
     uint64_t dense = 0;
     uint64_t kv = 0;
     uint64_t compute = 0;
+    uint64_t device_model = 0;
+    uint64_t device_rest  = 0;
     for (const auto & [buft, mb] : llama_get_memory_breakdown(ctx)) {
         dense   += moe_is_pool(buft) ? 0 : mb.model;
         kv      += mb.context;
         compute += mb.compute;
+        if (!ggml_backend_buft_is_host(buft) && ggml_backend_buft_get_device(buft)) {
+            device_model += mb.model;
+            device_rest  += mb.context + mb.compute;
+        }
+    }
+    for (const auto & [place, p] : moe->places) {
+        dense -= std::min(dense, p.device_bytes);
     }
 
     std::unique_lock<std::mutex> lock(moe->report_mutex);
@@ -1676,8 +2002,11 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
                 r.memory.pool_bytes += ggml_nbytes(t.pool);
             }
         }
-        r.memory.staging_bytes = moe->staging ? moe->staging_bytes() : 0;
-        r.staging = !moe->staging ? "none" : moe->n_ring > 0 ? format("ring of %d", moe->n_ring) : "full width";
+        for (const auto & [place, p] : moe->places) {
+            r.memory.staging_bytes += p.staging ? moe->staging_bytes() : 0;
+        }
+        r.memory.device_bytes = device_model;
+        r.staging = r.memory.staging_bytes == 0 ? "none" : moe->n_ring > 0 ? format("ring of %d", moe->n_ring) : "full width";
         r.memory.ram_bytes     = moe->ram ? ggml_nbytes(moe->ram) : 0;
         r.memory.guess_bytes   = moe->guesses ? ggml_nbytes(moe->guesses) : 0;
         r.memory.bounce_bytes  = moe->stream->bounce_bytes();
@@ -1686,6 +2015,7 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
     }
     r.memory.kv_bytes      += kv;
     r.memory.compute_bytes += compute;
+    r.memory.device_bytes  += device_rest;
 
     // warnings, because the tools show what the library logs from there on only
     const auto mib = [](uint64_t n) { return n / 1048576.0; };
@@ -1708,6 +2038,9 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
     const moe::memory_report & m = r.memory;
     LLAMA_LOG_WARN("moestream: memory: %.1f MiB = dense weights %.1f + slots %.1f + staging %.1f (%s) + RAM tier %.1f + guesses %.1f + read buffers %.1f + KV %.1f + compute %.1f\n",
             mib(m.total()), mib(m.dense_bytes), mib(m.pool_bytes), mib(m.staging_bytes), r.staging.c_str(), mib(m.ram_bytes), mib(m.guess_bytes), mib(m.bounce_bytes), mib(m.kv_bytes), mib(m.compute_bytes));
+    if (m.device_bytes > 0) {
+        LLAMA_LOG_WARN("moestream: memory: %.1f MiB of it on devices\n", mib(m.device_bytes));
+    }
     try {
         check_memory(*moe);
     } catch (const std::exception &) {
@@ -1835,7 +2168,7 @@ static bool is_node(const ggml_tensor * t, ggml_custom_op_t fun) {
 
 static bool is_staged(const moe_stream * moe, int32_t i_layer, const ggml_tensor * ids) {
     const layer_shape & s = moe->shapes[i_layer];
-    return !moe::fits_slots(s.n_expert, s.n_free_slot, ids->ne[0], ids->ne[1]);
+    return ids->ne[1] > s.n_slot_tokens || !moe::fits_slots(s.n_expert, s.n_free_slot, ids->ne[0], ids->ne[1]);
 }
 
 // the state is one that the next layer's router can score
@@ -1861,7 +2194,8 @@ ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * 
     ggml_format_name(begin, "moe_begin-%d", i_layer);
     ggml_tensor * join_args[] = { begin, state };
     const int n_join_args = !staged && can_guess(*moe, i_layer, state) ? 2 : 1;
-    ggml_tensor * join = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, join_args, n_join_args, op_join, GGML_N_TASKS_MAX, moe);
+    ggml_tensor * join = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, join_args, n_join_args, op_join,
+            moe->shapes[i_layer].on_device ? 1 : GGML_N_TASKS_MAX, moe); // where the processor computes next, all its threads wait
     ggml_format_name(join, "moe_join-%d", i_layer);
     for (ggml_tensor * t : { begin, join }) {
         t->op_params[PARAM_LAYER]  = i_layer;
@@ -2047,7 +2381,7 @@ void moe_graph_finish(moe_stream * moe, ggml_cgraph * gf) {
 // compute
 //
 
-moe_compute::moe_compute(moe_stream * moe) : moe(moe && moe->stream ? moe : nullptr) {
+moe_compute::moe_compute(moe_stream * moe, ggml_backend_sched_t sched) : moe(moe && moe->stream ? moe : nullptr), sched(sched) {
     if (this->moe) {
         this->moe->stream->compute_begin();
         open = true;
@@ -2059,6 +2393,15 @@ ggml_status moe_compute::finish(ggml_status status) {
         return status;
     }
     open = false;
+    // Nothing writes to a slot, or a half, in a device's memory while kernels may still read what was there before:
+    //   - within a graph, by what begin() depends on. It reads the ids that a layer's router made of the results of all layers before it, and
+    //     the scheduler synchronises the device to copy these ids to the processor: kernels that used the half before are done. A layer's
+    //     slots are used once in a graph.
+    //   - between graphs, by this: also one of another context, which has streams of its own, begins after it.
+    // So copies need no order to kernels, and have their own streams.
+    if (moe->on_device()) {
+        ggml_backend_sched_synchronize(sched);
+    }
     moe->look_at_trace(); // while nobody else computes
     std::string error = moe->stream->compute_end(status == GGML_STATUS_SUCCESS);
     const bool failed = !error.empty();

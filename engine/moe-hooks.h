@@ -17,6 +17,7 @@
 #include "ggml-backend.h"
 #include "ggml.h"
 
+#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -53,18 +54,20 @@ std::shared_ptr<moe_stream> moe_load_begin(
         llama_model_loader & ml, const llama_hparams & hparams, const llama_model_params & params,
         const std::vector<llama_device> & devices);
 
-// The pool's buffer type when this tensor holds experts to be streamed: t_meta then has n_slot in place of n_expert rows of
-// experts, and the loader's byte count is corrected. Else null, and the tensor is upstream's business.
+// A pool's buffer type when this tensor holds experts to be streamed: t_meta then has n_slot in place of n_expert rows of
+// experts, and the loader's byte count is corrected. Else what upstream says, which also decides where the pool is: in a device's memory
+// when it would put the experts there and we can, else in the processor's.
 ggml_backend_buffer_type_t moe_load_tensor(
-        moe_stream * moe, llama_model_loader & ml, const LLM_TN_IMPL & tn, int flags, ggml_tensor * t_meta);
+        moe_stream * moe, llama_model_loader & ml, const LLM_TN_IMPL & tn, int flags, ggml_tensor * t_meta,
+        const std::function<ggml_backend_buffer_type_t(ggml_tensor *)> & upstream);
 
-// after the last tensor was created, before buffers are: adds the staging tensor to the pool's context
+// after the last tensor was created, before buffers are: adds the staging tensors to the pools' contexts
 void moe_load_layout(moe_stream * moe, llama_model_loader & ml);
 
 // after the files were mapped: no mapping of expert bytes remains
 void moe_load_mapped(moe_stream * moe, llama_model_loader & ml);
 
-// the pool is filled by the engine, not by the loader
+// a pool is filled by the engine, not by the loader
 bool moe_is_pool(ggml_backend_buffer_type_t buft);
 
 // buffers exist: connects slots, staging and files and starts the readers. prec: precision policy by weight, which staging
@@ -90,16 +93,18 @@ ggml_tensor * moe_graph_weights(moe_stream * moe, ggml_tensor * w, const ggml_te
 // after the graph is built: moves the shared FFN between start and wait, marks where the next layer is read ahead
 void moe_graph_finish(moe_stream * moe, ggml_cgraph * gf);
 
-// around the computation of a graph: one at a time, and an error of a read becomes the graph's status
+// around the computation of a graph: one at a time, and an error of a read becomes the graph's status. sched: what computes it, and may go
+// on after it has returned
 class moe_compute {
 public:
-    explicit moe_compute(moe_stream * moe);
+    moe_compute(moe_stream * moe, ggml_backend_sched_t sched);
     ~moe_compute();
 
     ggml_status finish(ggml_status status);
 
 private:
     moe_stream * moe;
+    ggml_backend_sched_t sched;
     bool         open = false;
 };
 

@@ -269,7 +269,37 @@ static bool is_in_reach(const transfer & t) {
     return t.offset <= INT64_MAX && t.size <= INT64_MAX - t.offset;
 }
 
-reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64_t chunk_size, bool converts, int32_t depth)
+void copy_in(const storage * at, void * dst, const void * src, uint64_t size) {
+    if (at) {
+        at->copy(dst, src, size);
+    } else {
+        memcpy(dst, src, size);
+    }
+}
+
+void fill_in(const storage * at, void * dst, uint8_t value, uint64_t size) {
+    if (at) {
+        at->fill(dst, value, size);
+    } else {
+        memset(dst, value, size);
+    }
+}
+
+// what is read does not go to dst as it comes, but from a bounce buffer when it is complete
+static bool is_passed_on(const transfer & t) {
+    return t.convert || t.at;
+}
+
+// a buffer of a read in memory that was given, in blocks of the strictest direct reads
+static uint64_t given_stride(uint64_t bounce_size) {
+    return (bounce_size + 4095) / 4096 * 4096;
+}
+
+uint64_t reader::bounce_bytes_for(const file_source & source, int32_t n_in_flight, uint64_t chunk_size) {
+    return n_in_flight * given_stride(chunk_size + 2ull * source.alignment());
+}
+
+reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64_t chunk_size, bool converts, int32_t depth, uint8_t * bounce)
     : source(std::move(source_in)), chunk_size(chunk_size) {
     const uint32_t align = source->alignment();
     if (n_threads <= 0 || depth <= 0 || chunk_size == 0 || align == 0 || chunk_size % align != 0) {
@@ -279,7 +309,9 @@ reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64
     }
     const std::string wanted = std::to_string(n_threads) + " threads to read experts";
     const std::string hint   = "; hint: a smaller --moe-io-threads";
-    if (align > 1 || converts) {
+    if (bounce) {
+        bounce_bytes_given = bounce_bytes_for(*source, n_threads * depth, chunk_size);
+    } else if (align > 1 || converts) {
         bounces.resize(n_threads * depth);
         for (auto & b : bounces) {
             b.reset(allocate_aligned(bounce_size(), std::max<uint32_t>(align, 64)));
@@ -300,7 +332,8 @@ reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64
         w.idle.reserve(depth);
         w.taken.reserve(depth);
         for (int32_t id = depth - 1; id >= 0; --id) {
-            w.flights[id].bounce = bounces.empty() ? nullptr : bounces[i * depth + id].get();
+            w.flights[id].bounce = bounce ? bounce + (i * depth + id) * given_stride(bounce_size()) :
+                bounces.empty() ? nullptr : bounces[i * depth + id].get();
             w.idle.push_back(id);
         }
     }
@@ -376,7 +409,7 @@ void reader::submit(transfer_group & group, const std::vector<transfer> & transf
                 for (uint64_t pos = 0; pos < t.size; ) {
                     const uint64_t size = next_piece(t, pos);
                     queue.push_back({ &group, { t.tag, t.file, t.offset + pos, size, (uint8_t *) t.dst + pos, nullptr, t.convert, t.lands,
-                        t.save ? (uint8_t *) t.save + pos : nullptr } });
+                        t.save ? (uint8_t *) t.save + pos : nullptr, t.at } });
                     pos += size;
                 }
             }
@@ -474,7 +507,7 @@ static void copy(const transfer & t) {
         return;
     }
     save(t);
-    memcpy(t.dst, t.src, t.size);
+    copy_in(t.at, t.dst, t.src, t.size);
 }
 
 void reader::work(worker & w) {
@@ -493,7 +526,7 @@ void reader::work(worker & w) {
             f.j           = j;
             f.pos         = j.part.offset;
             f.n_fruitless = 0;
-            const bool is_direct_to_dst = !j.part.convert && source->alignment() == 1;
+            const bool is_direct_to_dst = !is_passed_on(j.part) && source->alignment() == 1;
             if (is_direct_to_dst) {
                 save(j.part);
             }
@@ -542,7 +575,7 @@ void reader::start(worker & w, int32_t id) noexcept {
     const uint64_t begin = t.offset / align * align;
     const uint64_t last  = (t.offset + t.size + align - 1) / align * align;
     f.first = f.pos / align * align;
-    uint8_t * const into = t.convert ? f.bounce + (f.first - begin) : align > 1 ? f.bounce : (uint8_t *) t.dst + (f.pos - t.offset);
+    uint8_t * const into = is_passed_on(t) ? f.bounce + (f.first - begin) : align > 1 ? f.bounce : (uint8_t *) t.dst + (f.pos - t.offset);
     w.queue->start(id, t.file, into, last - f.first, f.first);
 }
 
@@ -569,7 +602,7 @@ bool reader::land(flight & f, int64_t n, std::string & error) {
         }
         return false;
     }
-    if (align > 1 && !t.convert) {
+    if (align > 1 && !is_passed_on(t)) {
         memcpy((uint8_t *) t.dst + (f.pos - t.offset), f.bounce + (f.pos - f.first), reached - f.pos);
     }
     f.pos = reached;
@@ -578,13 +611,15 @@ bool reader::land(flight & f, int64_t n, std::string & error) {
     }
     if (t.convert) {
         t.convert->convert(t.dst, f.bounce + (t.offset - begin), t.size);
+    } else if (t.at) {
+        t.at->write(t.dst, f.bounce + (t.offset - begin), t.size);
     }
     return true;
 }
 
 void reader::finish(const job & j, std::string error) noexcept {
     if (!error.empty() && j.part.lands) {
-        memset(j.part.dst, 0, j.part.size); // what computes on goes through defined values
+        fill_in(j.part.at, j.part.dst, 0, j.part.size); // what computes on goes through defined values
     }
     transfer_group & group = *j.group;
     // under the lock throughout: the waiter may destroy the group as soon as it can return

@@ -98,6 +98,21 @@ public:
     virtual void convert(void * dst, const void * src, uint64_t size) const = 0;
 };
 
+// Memory that only a device reaches, in which slots and staging may lie: whoever touches their bytes does it by one of these. Called by
+// several threads at once; each call returns when it is done, and must not throw. A null pointer to one is the processor's own memory.
+class storage {
+public:
+    virtual ~storage() = default;
+
+    virtual void write(void * dst, const void * src, uint64_t size) const = 0;  // src is the processor's
+    virtual void read (void * dst, const void * src, uint64_t size) const = 0;  // dst is the processor's
+    virtual void copy (void * dst, const void * src, uint64_t size) const = 0;  // both are here
+    virtual void fill (void * dst, uint8_t value, uint64_t size) const = 0;
+};
+
+void copy_in(const storage * at, void * dst, const void * src, uint64_t size);
+void fill_in(const storage * at, void * dst, uint8_t value, uint64_t size);
+
 // Some of a group's bytes that one can wait for alone. Not movable; lives as long as its group.
 class landing {
 public:
@@ -124,6 +139,7 @@ struct transfer {
     landing * lands = nullptr; // told when the transfer is done; a failed one is, too, and leaves zeros
     void    * save  = nullptr; // gets what dst held, before anything is written there; may be src: then both change places. Unless told
                                // otherwise by the group, also when the read fails.
+    const storage * at = nullptr; // where dst, and src, are; what is read for it is not converted, and nothing of it saved
 };
 
 // The transfers that one waits for together. May be submitted to again once it is idle. Not movable.
@@ -172,9 +188,13 @@ using aligned_buffer = std::unique_ptr<uint8_t, aligned_free>;
 class reader {
 public:
     // n_threads > 0, each with up to depth > 0 reads under way; chunk_size in bytes, > 0, a multiple of the source's alignment; abort()
-    // otherwise. converts: some transfers do. Throws std::runtime_error with a hint when not all threads start, or find no memory for
+    // otherwise. converts: some transfers do, or go to a storage. bounce: memory for the buffers of all reads, bounce_bytes_for() of it, that
+    // outlives the reader; null: the reader's own. Throws std::runtime_error with a hint when not all threads start, or find no memory for
     // their buffers or queues.
-    reader(std::unique_ptr<file_source> source, int32_t n_threads, uint64_t chunk_size = default_chunk_size, bool converts = false, int32_t depth = 1);
+    reader(std::unique_ptr<file_source> source, int32_t n_threads, uint64_t chunk_size = default_chunk_size, bool converts = false, int32_t depth = 1,
+        uint8_t * bounce = nullptr);
+
+    static uint64_t bounce_bytes_for(const file_source & source, int32_t n_in_flight, uint64_t chunk_size = default_chunk_size);
 
     static constexpr uint64_t default_chunk_size = 1024 * 1024;
 
@@ -193,7 +213,7 @@ public:
 
     int32_t  n_threads()    const { return (int32_t) threads.size(); }
     int32_t  n_in_flight()  const { return (int32_t) (workers.size() * workers.front().flights.size()); } // reads, at most
-    uint64_t bounce_bytes() const { return bounces.size() * bounce_size(); } // memory held for direct and converted reads
+    uint64_t bounce_bytes() const { return bounces.size() * bounce_size() + bounce_bytes_given; } // memory held for direct and converted reads
 
     uint64_t bytes_read() const { return n_bytes_read.load(std::memory_order_relaxed); } // from files, over-reads included
 
@@ -239,7 +259,8 @@ private:
     bool                    stopping = false; // guarded by mutex
 
     std::atomic<uint64_t>       n_bytes_read { 0 };
-    std::vector<aligned_buffer> bounces; // of each flight; none for buffered reads of bytes as they are
+    std::vector<aligned_buffer> bounces; // of each flight; none for buffered reads of bytes as they are, or when they were given
+    uint64_t                    bounce_bytes_given = 0;
     std::vector<worker>         workers;
     std::vector<std::thread>    threads; // of each worker
 };

@@ -98,7 +98,7 @@ std::string stats_json(const stream_report & r, const stream_stats & s) {
         .raw("memory", json_object().add("pool_bytes", m.pool_bytes).add("staging_bytes", m.staging_bytes)
             .add("ram_bytes", m.ram_bytes).add("guess_bytes", m.guess_bytes)
             .add("bounce_bytes", m.bounce_bytes).add("dense_bytes", m.dense_bytes).add("kv_bytes", m.kv_bytes)
-            .add("compute_bytes", m.compute_bytes).add("total_bytes", m.total()).str())
+            .add("compute_bytes", m.compute_bytes).add("total_bytes", m.total()).add("device_bytes", m.device_bytes).str())
         .raw("totals", totals.str())
         .raw("layers", "[" + layers + "]")
         .str();
@@ -163,6 +163,8 @@ std::string stats_prometheus(const stream_report & r, const stream_stats & s) {
     line("memory_bytes{use=\"dense\"}",   m.dense_bytes);
     line("memory_bytes{use=\"kv\"}",      m.kv_bytes);
     line("memory_bytes{use=\"compute\"}", m.compute_bytes);
+    header("device_memory_bytes", "gauge", "What of that is in the memory of devices.");
+    line("device_memory_bytes", m.device_bytes);
     return out;
 }
 

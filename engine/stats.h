@@ -44,6 +44,7 @@ struct memory_report {
     uint64_t dense_bytes   = 0; // the weights that stay resident
     uint64_t kv_bytes      = 0;
     uint64_t compute_bytes = 0;
+    uint64_t device_bytes  = 0; // of all the above, what is in the memory of devices
 
     uint64_t total() const { return pool_bytes + staging_bytes + ram_bytes + guess_bytes + bounce_bytes + dense_bytes + kv_bytes + compute_bytes; }
 };
@@ -79,7 +80,7 @@ struct stream_report {
     std::string ram_requested;  // as given: "none", "auto" or bytes
     std::string prefetch;       // as given: "auto", "on" or "off"
     std::string prefetch_reason; // why nothing is guessed, whatever was asked for; empty: it is possible
-    std::string placement;      // where the expert matmuls run
+    std::string placement;      // where slots are and the expert matmuls run: "cpu", a device, or several, with their layers
     std::string kernels_expert; // "plain", "repacked", or "repacked and plain"
     std::string kernels_dense;
     std::string same_bits_as;   // which stock llama.cpp

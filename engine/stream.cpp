@@ -56,6 +56,11 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
         stats_.layers.push_back(std::move(s));
         n_expert_max = std::max(n_expert_max, d.n_expert);
         n_part_max   = std::max(n_part_max, d.parts.size());
+        for (const expert_part & part : d.parts) {
+            if (opt.check && d.at && part.expert_bytes > scratch_bytes.size()) {
+                scratch_bytes.resize(part.expert_bytes);
+            }
+        }
     }
     seen.assign(n_expert_max, 0);
     slot_by_expert.assign(n_expert_max, -1);
@@ -237,8 +242,15 @@ template <typename F> static uint64_t checksum(const layer_desc & d, F && bytes_
     return h;
 }
 
-static uint64_t slot_checksum(const layer_desc & d, int32_t slot) {
-    return checksum(d, [&](size_t i) { return d.parts[i].slots + slot * d.parts[i].expert_bytes; });
+uint64_t stream::slot_checksum(const layer_desc & d, int32_t slot) {
+    return checksum(d, [&](size_t i) -> const uint8_t * {
+        const uint8_t * bytes = d.parts[i].slots + slot * d.parts[i].expert_bytes;
+        if (d.at) {
+            d.at->read(scratch_bytes.data(), bytes, d.parts[i].expert_bytes);
+            bytes = scratch_bytes.data();
+        }
+        return bytes;
+    });
 }
 
 void stream::note_changed(const char * what, const layer_state & l, int32_t number, int32_t expert) {
@@ -258,8 +270,8 @@ void stream::check_slot(layer_state & l, int32_t expert) {
     l.stats->pins = l.pool.n_kept();
 }
 
-uint8_t * stream::in_half(const half & h, const expert_part & part, int32_t expert) const {
-    return opt.staging + (&h - halves) * opt.half_bytes + part.staging_offset + expert * part.expert_bytes;
+uint8_t * stream::in_half(const half & h, const layer_desc & d, const expert_part & part, int32_t expert) const {
+    return (d.staging ? d.staging : opt.staging) + (&h - halves) * opt.half_bytes + part.staging_offset + expert * part.expert_bytes;
 }
 
 // sleep until the group is idle; the computing thread's time counts for the layer that waits, whosever bytes these are
@@ -274,7 +286,7 @@ void stream::wait_for(transfer_group & group, layer_stats & waiting) {
 
 void stream::zero_slot(layer_state & l, int32_t slot) {
     for (const expert_part & part : l.desc.parts) {
-        memset(part.slots + slot * part.expert_bytes, 0, part.expert_bytes);
+        fill_in(l.desc.at, part.slots + slot * part.expert_bytes, 0, part.expert_bytes);
     }
 }
 
@@ -343,7 +355,7 @@ void stream::settle_half(half & h, layer_stats & waiting) {
         needed = needed || h.filled[e] == 2;
         h.filled[e] = 0;
         for (const expert_part & part : d.parts) {
-            memset(in_half(h, part, e), 0, part.expert_bytes);
+            fill_in(d.at, in_half(h, d, part, e), 0, part.expert_bytes);
         }
     }
     if (needed) {
@@ -407,14 +419,14 @@ void stream::add_transfer(layer_state & l, const slot_fill & f, const half * fro
     const expert_part & part = l.desc.parts[i_part];
     const int32_t slot = f.at.slot;
     transfer t = { slot, part.file, part.offset + f.at.expert * part.expert_bytes, part.expert_bytes, part.slots + slot * part.expert_bytes, nullptr,
-        part.convert, &l.landings[i_part * l.desc.n_slot + slot] };
+        part.convert, &l.landings[i_part * l.desc.n_slot + slot], nullptr, l.desc.at };
     if (f.i_guess >= 0) {
         t.src   = in_entry(f.i_guess, l.desc, i_part);
         t.lands = &guesses[f.i_guess]->copied;
     } else if (f.source >= 0) {
         t.src = in_slab(f.source, l.desc, i_part);
     } else if (from) {
-        t.src   = in_half(*from, part, f.at.expert);
+        t.src   = in_half(*from, l.desc, part, f.at.expert);
         t.lands = nullptr; // the layer computes with what is in the half
     }
     t.save = f.saved >= 0 ? in_slab(f.saved, l.desc, i_part) : nullptr;
@@ -423,7 +435,7 @@ void stream::add_transfer(layer_state & l, const slot_fill & f, const half * fro
             memcpy(t.save, t.dst, t.size);
             t.save = nullptr;
         }
-        memset(t.dst, 0xff, t.size);
+        fill_in(t.at, t.dst, 0xff, t.size);
     }
     scratch_transfers.push_back(t);
 }
@@ -562,7 +574,20 @@ void stream::claim_half(half & h, int32_t i_layer, layer_stats & waiting) {
     h.i_layer = i_layer;
     h.filled.assign(layers[i_layer]->desc.n_expert, 0);
     if (opt.poison) {
-        memset(opt.staging + (&h - halves) * opt.half_bytes, 0xff, opt.half_bytes);
+        const layer_desc & d = layers[i_layer]->desc;
+        fill_in(d.at, (d.staging ? d.staging : opt.staging) + (&h - halves) * opt.half_bytes, 0xff, opt.half_bytes);
+    }
+}
+
+// Behind an expert, what is not there yet, or is no expert: a device's kernels multiply some of it with zeros, and 0 * NaN is NaN.
+// Upstream's loader and scheduler do the same (ggml-backend.cpp, copy_experts).
+void stream::pad_half(half & h, const layer_desc & d, const std::vector<int32_t> & experts) {
+    for (const expert_part & part : d.parts) {
+        for (const int32_t e : experts) {
+            if (part.pad_bytes > 0 && (e + 1 == d.n_expert || !h.filled[e + 1])) {
+                fill_in(d.at, in_half(h, d, part, e + 1), 0, part.pad_bytes);
+            }
+        }
     }
 }
 
@@ -589,13 +614,14 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
             const int32_t slot = l.pool.peek(e);
             const int32_t slab = slot < 0 ? find_slab(l, e) : -1;
             const uint8_t * src = slot >= 0 ? part.slots + slot * part.expert_bytes : slab >= 0 ? in_slab(slab, l.desc, i) : nullptr;
-            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, in_half(h, part, e), src,
-                part.convert, &landing_of(h, i, e) });
+            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, in_half(h, l.desc, part, e), src,
+                part.convert, &landing_of(h, i, e), nullptr, l.desc.at });
         }
     }
     for (const int32_t e : experts) {
         h.filled[e] = std::max<uint8_t>(h.filled[e], 1);
     }
+    pad_half(h, l.desc, experts);
     io->submit(h.fill, scratch_transfers, how);
     l.stats->bytes_read     += n_read * expert_bytes;
     l.stats->bytes_copied   += n_copied * expert_bytes;
@@ -725,7 +751,7 @@ void stream::begin_staging(int32_t i_layer, const chosen_experts & chosen, int32
         for (int32_t e = 0; e < std::min<int64_t>(chosen.n_used, l.desc.n_expert); ++e) {
             for (const expert_part & part : l.desc.parts) {
                 if (!h.filled[e]) {
-                    memset(in_half(h, part, e), 0, part.expert_bytes);
+                    fill_in(l.desc.at, in_half(h, l.desc, part, e), 0, part.expert_bytes);
                 }
             }
         }
@@ -810,7 +836,7 @@ const uint8_t * stream::take(int32_t i_layer, bool staged, int32_t i_part, int32
         if (!there.is_here()) {
             wait([&] { h.fill.wait(there); });
         }
-        bytes = in_half(h, part, late.order[step]);
+        bytes = in_half(h, l.desc, part, late.order[step]);
     } else if (!staged && late.guesses[step] >= 0) {
         guess_entry & g = *guesses[late.guesses[step]];
         if (!g.landings[i_part].is_here()) {
@@ -918,7 +944,7 @@ void stream::guess(int32_t i_layer, const int32_t * experts, int32_t n) {
             const expert_part & part = l.desc.parts[k];
             uint8_t * dst = in_entry(i_free, l.desc, k);
             if (opt.poison) {
-                memset(dst, 0xff, part.expert_bytes);
+                fill_in(l.desc.at, dst, 0xff, part.expert_bytes);
             }
             scratch_transfers.push_back({ i_free, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert, &g.landings[k] });
         }
@@ -1087,7 +1113,8 @@ int32_t stream::begin_warm() {
         for (size_t i = 0; i < l.desc.parts.size(); ++i) {
             const expert_part & part = l.desc.parts[i];
             uint8_t * dst = l.warm_slot >= 0 ? part.slots + l.warm_slot * part.expert_bytes : in_slab(l.warm_slab, l.desc, i);
-            warm_transfers.push_back({ 0, part.file, part.offset + expert * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert });
+            warm_transfers.push_back({ 0, part.file, part.offset + expert * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert, nullptr, nullptr,
+                l.warm_slot >= 0 ? l.desc.at : nullptr });
         }
         l.stats->warm_bytes += l.desc.expert_bytes();
         io->submit(l.warm, warm_transfers, urgency::background);

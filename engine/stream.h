@@ -37,6 +37,8 @@
 //   - begin() of a layer first waits for those copies, and so does whoever refills the half they come from;
 //   - a graph is computed by one thread team at a time (compute_begin() locks), so a slot is never evicted under a reader.
 //
+// Slots and staging of a layer may lie in a device's memory (storage). Then nobody takes single experts of it: it is not begun late.
+//
 // A failed read is not an exception: the bytes are zeroed (so that what computes on goes through defined values), the error is
 // kept, and compute_end() reports it; the expert is not in the pool afterwards. An expert that was only read ahead, and that no
 // token then chose, is no error: it counts in read_errors, and is read again when one does.
@@ -73,6 +75,7 @@ struct expert_part {
     uint8_t * slots;          // n_slot * expert_bytes
     uint64_t  staging_offset; // bytes, of expert 0 in a staging half
     const conversion * convert = nullptr; // what slots and staging hold is this of the file's bytes
+    uint64_t  pad_bytes = 0;              // behind an expert in staging, that kernels read without using them: they must be numbers
 };
 
 struct layer_desc {
@@ -82,6 +85,8 @@ struct layer_desc {
     std::vector<expert_part> parts;
     std::vector<int32_t> kept = {}; // experts that never leave their slot
     std::vector<int32_t> warm = {}; // experts to fill empty slots with, in this order
+    const storage * at = nullptr;   // where slots and staging are
+    uint8_t * staging  = nullptr;   // as options::staging, for layers whose halves are elsewhere; null: those
 
     // slots that a batch may have all to itself
     int32_t n_free_slot() const { return n_slot >= n_expert ? n_slot : n_slot - (int32_t) kept.size(); }
@@ -294,8 +299,10 @@ private:
     void claim_half(half & h, int32_t i_layer, layer_stats & waiting);
     void fill_half(half & h, layer_state & l, const std::vector<int32_t> & experts, urgency how);
     void copy_to_slots(half & h, layer_state & l);
+    uint64_t slot_checksum(const layer_desc & d, int32_t slot);
+    void pad_half(half & h, const layer_desc & d, const std::vector<int32_t> & experts);
     void note_error(const char * what, size_t n_failed);
-    uint8_t * in_half(const half & h, const expert_part & part, int32_t expert) const;
+    uint8_t * in_half(const half & h, const layer_desc & d, const expert_part & part, int32_t expert) const;
 
     half & half_of(int32_t i_layer) { return halves[i_layer % 2]; }
 
@@ -327,6 +334,7 @@ private:
     std::vector<placement> scratch_placed;
     std::vector<int32_t>   slot_by_expert; // [max n_expert]; or slab
     std::vector<transfer>  scratch_transfers;
+    std::vector<uint8_t>   scratch_bytes; // with options::check: a part of an expert whose slots are in a storage
 
     std::unique_ptr<ram_tier> ram; // null: there is none
     std::vector<int32_t>      ring_held; // slabs that the ring reads from

@@ -51,6 +51,8 @@ def slots_line(stats: Stats, *, requested: str = "", sleeping: bool = False) -> 
     text += f", {io.get('mode')} reads, {io.get('in_flight')} in flight by {io.get('threads')} {'thread' if io.get('threads') == 1 else 'threads'}"
     text += " with io_uring" if io.get("backend") == "uring" else ""
     text += f", overlap {'on' if raw.get('overlap') else 'off'}"
+    if (placement := raw.get("placement", "cpu")) != "cpu":
+        text += f", experts on {placement}"
     if ram := (raw.get("memory") or {}).get("ram_bytes"):
         text += f", {size(ram)} of RAM for experts without a slot"
     if (prefetch := raw.get("prefetch") or {}) and not prefetch.get("reason"):
@@ -92,7 +94,8 @@ def memory_line(stats: Stats) -> str | None:
         return None
     parts = [f"{label} {size(memory[key])}" for key, label in _MEMORY if memory.get(key)]
     total = memory.get("total_bytes")
-    head = [f"{size(total)} in all"] if total is not None else []
+    on_devices = f", {size(memory['device_bytes'])} of it on devices" if memory.get("device_bytes") else ""
+    head = [f"{size(total)} in all{on_devices}"] if total is not None else []
     return ": ".join(filter(None, [*head, ", ".join(parts)]))
 
 

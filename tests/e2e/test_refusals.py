@@ -351,7 +351,8 @@ def test_every_message_in_the_document_is_tested() -> None:
     said += [SAVING, TRAINING, IMATRIX, DENSE, *(case.engine for case in CASES.values() if case.engine)]
     for name in ("test_malformed.py", "test_map.py"):
         said += re.findall(r'"([^"\n]+)"', Path(__file__).with_name(name).read_text())
-    # what takes two models, or two writers, is tested natively
+    # with a card; what takes two models, or two writers, is tested natively
+    said += re.findall(r'"([^"\n]+)"', (DOC.parents[1] / "tests" / "gpu" / "test_cuda.py").read_text())
     said += re.findall(r'"([^"\n]+)"', (DOC.parents[1] / "tests" / "native" / "test-trace.cpp").read_text())
     rows = [row for group in tables().values() for row in group]
     assert len(rows) >= 28

@@ -121,8 +121,9 @@ def test_metrics_are_the_same_figures(server: LlamaServer) -> None:
     for field in ("tokens_decode", "tokens_prefill", "read_errors"):
         assert metrics.pop(f"moestream_{field}_total") == stats["totals"][field]
     for use, size in stats["memory"].items():
-        if use != "total_bytes":
+        if use not in ("total_bytes", "device_bytes"):
             assert metrics.pop(f'moestream_memory_bytes{{use="{use.removesuffix("_bytes")}"}}') == size
+    assert metrics.pop("moestream_device_memory_bytes") == stats["memory"]["device_bytes"] == 0
     assert metrics == {}
 
 

@@ -19,7 +19,7 @@
 // Abort: a graph is aborted after each of its nodes in turn. The states that it leaves behind must be those of a model that is not
 // streamed, one after the other, so that streaming adds nothing to what a caller has to know about llama_set_abort_callback().
 //
-//   moe-failed-batch -m copy.gguf [--slots used,used+1] [--seed 1] [--threads 1] [moe flags: --moe-io direct …]
+//   moe-failed-batch -m copy.gguf [--slots used,used+1] [--seed 1] [--threads 1] [--gpu-layers 0] [moe flags: --moe-io direct …]
 //
 // One line per comparison; exit code 0 only if all are equal.
 

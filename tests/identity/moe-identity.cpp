@@ -5,10 +5,10 @@
 // and reads must have gone through the path that T asks for; else the comparison proves nothing and the run fails.
 //
 //   moe-identity -m model.gguf [--slots used,used+1,all] [--ubatch 1,2,9] [--tokens 48] [--sequences 1] [--threads 2] [--seed 1]
-//                [--load-mode mmap|none|dio] [--embeddings] [--repack] [moe flags: --moe-io direct …]
+//                [--load-mode mmap|none|dio] [--embeddings] [--repack] [--gpu-layers 0] [moe flags: --moe-io direct …]
 //
 // --embeddings compares what models give that have no logits. With --repack both sides use the kernels that stock prefers, without it
-// plain ones. Tokens are dealt to the sequences in turn, so that a batch of T has tokens of up to T sequences.
+// plain ones. With --gpu-layers both sides have as many layers on the devices, and some slots must be there. Tokens are dealt to the sequences in turn, so that a batch of T has tokens of up to T sequences.
 //
 // One line per comparison; exit code 0 only if all are equal.
 
@@ -39,6 +39,7 @@ struct options {
     int         n_tokens  = 48;
     int         n_threads = 2;
     int         n_seq     = 1;
+    int         n_gpu_layers = 0;
     uint32_t    seed      = 1;
     bool        embeddings = false;
     bool        repack     = false;
@@ -67,6 +68,7 @@ options parse(int argc, char ** argv) {
         else if (arg == "--tokens")  { o.n_tokens = std::stoi(value); }
         else if (arg == "--sequences") { o.n_seq = std::stoi(value); }
         else if (arg == "--threads") { o.n_threads = std::stoi(value); }
+        else if (arg == "--gpu-layers") { o.n_gpu_layers = std::stoi(value); }
         else if (arg == "--seed")    { o.seed = std::stoul(value); }
         else if (arg == "--load-mode") { o.load_mode = llama_load_mode_from_str(value.c_str()); }
         else { throw std::invalid_argument("unknown argument '" + arg + "'"); }
@@ -85,7 +87,7 @@ model_ptr load(const options & o, const std::string & slots) {
     }
     llama_model_params params = llama_model_default_params();
     params.use_extra_bufts = o.repack;
-    params.n_gpu_layers    = 0;
+    params.n_gpu_layers    = o.n_gpu_layers;
     params.load_mode       = o.load_mode;
     params.kv_overrides    = moe_overrides_data(overrides);
     model_ptr model(llama_model_load_from_file(o.model.c_str(), params));
@@ -113,6 +115,7 @@ std::vector<float> run(const options & o, llama_model * model, const std::vector
     params.n_threads_batch = o.n_threads;
     params.n_seq_max       = o.n_seq;
     params.kv_unified      = true;
+    params.op_offload      = o.n_gpu_layers == 0; // what is on the processor stays there while experts are streamed
     params.embeddings      = o.embeddings;
     params.pooling_type    = o.embeddings ? LLAMA_POOLING_TYPE_NONE : LLAMA_POOLING_TYPE_UNSPECIFIED;
     context_ptr ctx(llama_init_from_model(model, params));
@@ -227,6 +230,8 @@ int test(const options & o) {
                 verdict = "FAIL: nothing was streamed";
             } else if (n_slot < n_expert && n_evictions == 0) {
                 verdict = "FAIL: nothing was evicted";
+            } else if (o.n_gpu_layers > 0 && stats.find("\"placement\":\"cpu\"") != std::string::npos) {
+                verdict = "FAIL: all slots are in the memory of the processor";
             }
             n_failed += verdict != "ok";
             printf("%s T=%d slots=%llu/%llu pool_bytes=%llu evictions=%llu misses=%llu hits=%llu via_slots=%llu via_staging=%llu ram_hits=%llu guess_hits=%llu\n",

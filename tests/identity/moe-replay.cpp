@@ -2,13 +2,13 @@
 //
 // The list is drawn from the seed, which is printed; every kind of call is in it at least once. Four sequences join, leave, are
 // cancelled in the middle of a prompt, shifted, copied, saved, restored; batches are of all sizes, and larger than a ubatch; graphs
-// are aborted and their batch is given again. Two players, contexts of one model with lists and settings of their own, play one after
+// are aborted and their batch is given again (not with layers on a device). Two players, contexts of one model with lists and settings of their own, play one after
 // the other, in turns, and from two threads at once: what each puts out must not depend on it.
 //
 // The reference (streaming off) is first shown equal to itself. Where slots are scarce, experts must have been evicted, and
 // batches must have gone through slots and through staging; else the comparison proves nothing and the run fails.
 //
-//   moe-replay -m model.gguf [--slots used,used+1,all] [--steps 40] [--seed 1] [--threads 1] [--lora a.gguf,b.gguf]
+//   moe-replay -m model.gguf [--slots used,used+1,all] [--steps 40] [--seed 1] [--threads 1] [--gpu-layers 0] [--lora a.gguf,b.gguf]
 //              [moe flags: --moe-io direct …]
 //
 // One line per comparison; exit code 0 only if all are equal.
@@ -72,8 +72,11 @@ public:
             { "one",    &player::one    }, { "step",   &player::step   }, { "join",   &player::join  }, { "prompt", &player::prompt },
             { "leave",  &player::leave  }, { "cancel", &player::cancel }, { "last",   &player::last  }, { "copy",   &player::copy   },
             { "save",   &player::save   }, { "whole",  &player::whole  }, { "fresh",  &player::fresh }, { "embd",   &player::embd   },
-            { "abort",  &player::abort  }, { "abort-second-ubatch",     &player::abort_second_ubatch },
         };
+        if (o.n_gpu_layers == 0) { // only the processor's backend asks the callback: where a graph ends then depends on how it is split
+            calls.push_back({ "abort", &player::abort });
+            calls.push_back({ "abort-second-ubatch", &player::abort_second_ubatch });
+        }
         if (!recurrent) { // whose state knows no way back
             calls.push_back({ "trim", &player::trim });
             calls.push_back({ "both-ways", &player::both_ways });

@@ -41,6 +41,7 @@ struct options {
     std::vector<std::string> loras;
     int      n_steps   = 40;
     int      n_threads = 1;
+    int      n_gpu_layers = 0;
     uint32_t seed      = 1;
     bool     load_mtp  = false;
     std::vector<llama_model_kv_override> moe;
@@ -62,6 +63,7 @@ inline options parse(int argc, char ** argv) {
         else if (arg == "--lora")    { o.loras     = split(value); }
         else if (arg == "--steps")   { o.n_steps   = std::stoi(value); }
         else if (arg == "--threads") { o.n_threads = std::stoi(value); }
+        else if (arg == "--gpu-layers") { o.n_gpu_layers = std::stoi(value); }
         else if (arg == "--seed")    { o.seed      = std::stoul(value); }
         else { throw std::invalid_argument("unknown argument '" + arg + "'"); }
     }
@@ -90,7 +92,7 @@ inline model_ptr load(const options & o, const std::string & slots) {
     }
     llama_model_params params = llama_model_default_params();
     params.use_extra_bufts = false; // plain kernels on both sides
-    params.n_gpu_layers    = 0;
+    params.n_gpu_layers    = o.n_gpu_layers;
     params.load_mode       = LLAMA_LOAD_MODE_NONE;
     params.load_mtp        = o.load_mtp;
     params.kv_overrides    = moe_overrides_data(overrides);
@@ -101,7 +103,8 @@ inline model_ptr load(const options & o, const std::string & slots) {
     return model;
 }
 
-inline context_ptr make_context(llama_model * model, const llama_context_params & params) {
+inline context_ptr make_context(llama_model * model, llama_context_params params) {
+    params.op_offload = false; // what is on the processor stays there while experts are streamed; without devices it means nothing
     context_ptr ctx(llama_init_from_model(model, params));
     if (!ctx) {
         throw std::runtime_error("cannot create a context");

@@ -279,13 +279,14 @@ TEST(totals_are_sums_of_the_layers) {
 
 TEST(memory_total_is_the_sum) {
     stream_report r;
-    r.memory = { 1, 20, 300, 4000, 50000, 600000, 7000000, 80000000 };
+    r.memory = { 1, 20, 300, 4000, 50000, 600000, 7000000, 80000000, 7 };
     const json_value m = parse(stats_json(r, {})).at("memory");
     uint64_t sum = 0;
     for (const std::string & key : m.keys) {
-        sum += key == "total_bytes" ? 0 : m.at(key).number();
+        sum += key == "total_bytes" || key == "device_bytes" ? 0 : m.at(key).number();
     }
-    CHECK_EQ(m.keys.size(), 9u);
+    CHECK_EQ(m.keys.size(), 10u);
+    CHECK_EQ(m.at("device_bytes").number(), 7u); // of the others
     CHECK_EQ(sum, 87654321u);
     CHECK_EQ(m.at("total_bytes").number(), sum);
 }
@@ -312,7 +313,7 @@ TEST(prometheus_lines_parse) {
     stream_stats s;
     fill_in(s, 3);
     stream_report r;
-    r.memory = { 1, 20, 300, 4000, 50000, 600000, 7000000, 80000000 };
+    r.memory = { 1, 20, 300, 4000, 50000, 600000, 7000000, 80000000, 7 };
     const std::string text = stats_prometheus(r, s);
     CHECK(!text.empty() && text.back() == '\n');
 
@@ -340,7 +341,7 @@ TEST(prometheus_lines_parse) {
             CHECK(samples.insert({ m[1].str() + m[2].str(), std::stoull(m[3]) }).second);
         }
     }
-    CHECK_EQ(samples.size(), 15 * 3 + 2 * 3 + 3 + 8u);
+    CHECK_EQ(samples.size(), 15 * 3 + 2 * 3 + 3 + 8 + 1u);
     for (const auto & l : s.layers) {
         const std::string label = "{layer=\"" + std::to_string(l->layer) + "\"}";
         for (const auto & c : counters()) {

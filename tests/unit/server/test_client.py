@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -57,6 +58,10 @@ def test_stats_are_asked_with_the_key() -> None:
     assert (stats.available, stats.streaming, stats.hit_rate) == (True, True, 0.75)
     assert stats.memory == {"pool_bytes": 1536, "total_bytes": 4096}
     assert report.memory_line(stats) == "4.0 KiB in all: expert slots 1.5 KiB"
+    assert "experts on" not in report.slots_line(stats)
+    on_a_card = replace(stats, raw={**stats.raw, "placement": "CUDA0", "memory": {**stats.memory, "device_bytes": 2048}})
+    assert report.memory_line(on_a_card) == "4.0 KiB in all, 2.0 KiB of it on devices: expert slots 1.5 KiB"
+    assert report.slots_line(on_a_card).endswith(", experts on CUDA0")
     assert report.traffic_line(stats) == ("hit rate 75.0%, 3 hits, 1 misses, 3.0 MiB read, 2 ms stalled, 2 READ ERRORS")
 
 

@@ -25,7 +25,7 @@ def test_every_tier_has_a_make_target_and_is_in_contributing():
     tiers = {
         f"test-{folder.name}"
         for folder in (ROOT / "tests").iterdir()
-        if folder.is_dir() and folder.name not in ("data", "gpu", "__pycache__")
+        if folder.is_dir() and folder.name not in ("data", "__pycache__")
     }
     targets = set(re.findall(r"^(test-[a-z0-9]+):", makefile, re.MULTILINE))
     assert targets == tiers

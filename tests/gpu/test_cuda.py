@@ -1,0 +1,171 @@
+"""Slots in the memory of an NVIDIA card: the same bits, what is in force, what is refused, and batches that fail.
+
+Skipped where no card can be seen. With one, an engine is needed that has the test programs:
+``moestream build --backend cuda --target moe-identity --target moe-replay``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import prove
+import pytest
+from fixture_models import run
+
+from moestream.errors import MoestreamError
+from moestream.upstream import cuda, engines
+
+MIB = 1 << 20
+
+
+def why_not() -> str:
+    try:
+        cuda.architectures([])
+    except MoestreamError as error:
+        return f"needs a GPU: {error.message}"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def tool(name: str) -> Path:
+    return engines.in_use("cuda").tool(name)
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, **prove.STRICT, **more}
+
+
+@pytest.mark.parametrize(
+    ("slots", "flags"),
+    [
+        ("used,used+25,all", ()),
+        ("used,used+25,all", ("--moe-io", "direct")),
+        ("used,used+25,all", ("--moe-io", "direct", "--moe-io-backend", "uring")),
+        ("used,used+25", ("--moe-policy", "lfu", "--moe-warm", "9")),
+    ],
+)
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_the_same_bits(demo: Path, slots: str, flags: tuple[str, ...], sequences: int) -> None:
+    arguments = ("--gpu-layers", "99", "--ubatch", "1,4,8,10,80", "--tokens", "160", "--sequences", str(sequences))
+    done = run(tool("moe-identity"), "-m", demo, "--slots", slots, *arguments, *flags, env=environment())
+    found = prove.parse(done.stdout, "demo", sequences, "")
+    assert [c.verdict for c in found] == ["ok"] * 5 * len(slots.split(",")), done.stdout
+    for c in found:
+        # a card takes as many tokens through slots as its kernels look at one by one, and as there are slots for
+        through_slots = c.ubatch <= 8 and (c.ubatch * 6 <= c.slots or c.slots == 64)
+        assert (c.via_slots, c.via_staging) == ((160, 0) if through_slots else (0, 160)), c
+
+
+def test_contexts_in_turn_and_at_once(demo: Path) -> None:
+    done = run(tool("moe-replay"), "-m", demo, "--gpu-layers", "99", "--slots", "used,used+10", env=environment())
+    seed, calls, *lines = done.stdout.splitlines()
+    assert seed.startswith("seed ") and calls.startswith("calls ") and len(lines) == 6, done.stdout
+    assert all(line.startswith("ok ") for line in lines), done.stdout
+
+
+def in_force(demo: Path, tmp_path: Path, *flags: str) -> dict:
+    stats = tmp_path / "stats.json"
+    arguments = ("-p", "Once upon a time", "-n", "12", "--temp", "0", "-no-cnv", "-c", "512")
+    run(tool("llama-completion"), "-m", demo, *arguments, *flags, env=environment(MOESTREAM_STATS_FILE=str(stats)))
+    return json.loads(stats.read_text())
+
+
+@pytest.mark.parametrize(
+    ("flags", "placement"),
+    [
+        (("-ngl", "99"), "CUDA0"),
+        (("-ngl", "99", "--cpu-moe"), "cpu"),
+        (("-ngl", "99", "-ncmoe", "3"), "CUDA0 (5 layers), cpu (3 layers)"),
+        (("-ngl", "5"), "CUDA0 (4 layers), cpu (4 layers)"),
+        (("-ngl", "0"), "cpu"),
+    ],
+)
+def test_what_is_in_force_is_reported(demo: Path, tmp_path: Path, flags: tuple[str, ...], placement: str) -> None:
+    stats = in_force(demo, tmp_path, "--moe-slots", "16", "--device", "CUDA0", *flags)
+    assert stats["placement"] == placement
+    memory = stats["memory"]
+    assert memory["pool_bytes"] == 16 * 8 * 3 * 96 * 384 * 18 // 32
+    assert stats["totals"]["tokens_decode"] > 0 and stats["totals"]["read_errors"] == 0
+    if placement == "CUDA0":
+        assert memory["device_bytes"] >= memory["pool_bytes"] + memory["staging_bytes"] + memory["kv_bytes"]
+    if flags == ("-ngl", "0"):
+        assert memory["device_bytes"] < 64 * MIB  # no weights; upstream reserves a compute buffer all the same
+
+
+def test_auto_takes_what_the_card_has(demo: Path, tmp_path: Path) -> None:
+    stats = in_force(demo, tmp_path, "--moe-slots", "auto", "-ngl", "99", "--device", "CUDA0")
+    assert (stats["slots"], stats["slots_requested"], stats["placement"]) == (64, "auto", "CUDA0")
+
+
+REFUSED = {
+    "auto for some layers": (["--moe-slots", "auto", "-ngl", "4"], "--moe-slots auto cannot share memory out between CUDA0 and other places; hint: --moe-slots N"),
+    "auto and a context too large": (["--moe-slots", "auto", "-ngl", "99", "-c", "100000000"], "--moe-slots auto: 6 slots a layer, the fewest there can be, take"),
+    "ring": (["--moe-slots", "8", "-ngl", "99", "--moe-staging", "ring"], "--moe-staging ring is for experts on the cpu, these are on CUDA0; hint: --moe-staging full, or --cpu-moe"),
+    "two places": (["--moe-slots", "8", "-ngl", "99", "-ot", "ffn_gate_exps=CPU"], "the experts of layer 0 are in two places, 'blk.0.ffn_gate_exps.weight' on MoE_Pool and 'blk.0.ffn_up_exps.weight' on MoE_Pool_CUDA0"),
+    "split-mode row": (["--moe-slots", "8", "-ngl", "99", "--split-mode", "row"], "--moe-slots cannot be combined with --split-mode row"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(demo: Path, name: str) -> None:
+    flags, message = REFUSED[name]
+    done = run(
+        tool("llama-completion"),
+        "-m",
+        demo,
+        "--device",
+        "CUDA0",
+        "-fit",
+        "off",
+        *flags,
+        "-p",
+        "x",
+        "-n",
+        "1",
+        "-no-cnv",
+        ok=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert message in done.stderr
+
+
+def test_a_card_without_memory_for_the_slots_says_so(demo: Path, tmp_path: Path) -> None:
+    """900 MB of slots on a card of which somebody else holds all but 700."""
+    big = tmp_path / "big.gguf"
+    shape = "--layers 8 --experts 512 --used 2 --d-model 256 --d-ff 512 --heads 4 --kv-heads 2 --d-head 64"
+    run("python3", str(prove.ROOT / "bench" / "synthetic.py"), *shape.split(), str(big))
+    hog = (
+        "import torch; free, total = torch.cuda.mem_get_info(); keep = torch.empty(int(free - 700 * 2**20), dtype=torch.uint8, device='cuda');"
+        "print('held', flush=True); input()"
+    )
+    pytest.importorskip("torch")
+    with subprocess.Popen(["python3", "-c", hog], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            flags = (
+                "--moe-slots",
+                "512",
+                "-ngl",
+                "99",
+                "--device",
+                "CUDA0",
+                "-fit",
+                "off",
+                "-c",
+                "256",
+                "-p",
+                "x",
+                "-n",
+                "1",
+                "-no-cnv",
+            )
+            done = run(tool("llama-completion"), "-m", big, *flags, ok=False)
+        finally:
+            holder.kill()
+    assert done.returncode != 0
+    assert "on CUDA0 for expert slots and staging; hint: fewer slots" in done.stderr
