@@ -37,6 +37,7 @@ COMMANDS: tuple[str, ...] = (
     "trace",
     "map",
     "verify",
+    "bench",
     "config",
     "doctor",
 )

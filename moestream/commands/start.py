@@ -511,16 +511,16 @@ def start(
         yield from serve(plan)
 
 
-def plan_of(merged: config.Merged, extra: Sequence[str]) -> ServerPlan:
-    """From all that was said to what is started.
+def settings_of(merged: config.Merged, extra: Sequence[str]) -> ServerSettings:
+    """From all that was said to the settings of a server.
 
     Args:
         extra: arguments for llama-server of the command line; they follow those of the files, and the last of two counts.
 
     Raises:
-        MoestreamError: see :func:`make_plan`; or no model is given.
+        MoestreamError: no model is given, or something is no setting.
     """
-    settings = ServerSettings(
+    return ServerSettings(
         model=model_names.locate(merged), slots=parse_slots(merged["slots"]), ctx=merged["ctx"], host=merged["host"],
         port=merged["port"], parallel=merged["parallel"], io_threads=merged["io_threads"], io=merged["io"],
         policy=merged["policy"], overlap=merged["overlap"], ram=merged["ram"], prefetch=merged["prefetch"], map=None if merged["map"] is None else check_map(Path(merged["map"])),
@@ -528,5 +528,17 @@ def plan_of(merged: config.Merged, extra: Sequence[str]) -> ServerPlan:
         warm=None if merged.settings["warm"].source == config.DEFAULT else merged["warm"],
         extra=(*merged["llama_args"], *extra),
     )  # fmt: skip
+
+
+def plan_of(merged: config.Merged, extra: Sequence[str]) -> ServerPlan:
+    """From all that was said to what is started.
+
+    Args:
+        extra: see :func:`settings_of`.
+
+    Raises:
+        MoestreamError: see :func:`make_plan`; or no model is given.
+    """
+    settings = settings_of(merged, extra)
     plan = make_plan(settings, backend=merged["backend"], detached=merged["detach"], ready_timeout_s=merged["ready_timeout"])
     return replace(plan, config_sources=config.sources(merged))

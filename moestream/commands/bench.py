@@ -1,0 +1,301 @@
+"""``moestream bench``: how fast a model answers here, and against stock llama.cpp.
+
+Exit codes: 0 measured (stock that could not be is told, and is no error); 1 a side of moestream could not be measured; 2 wrong usage;
+3 outputs differ; 130 interrupted, after what there was is printed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import asdict, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moestream import config, gguf_facts
+from moestream.commands.start import DEFAULT_CTX_TOKENS, Io, Policy, Switch, make_plan, settings_of
+from moestream.commands.trace import text_table
+from moestream.config import BUILT_IN
+from moestream.errors import MoestreamError
+from moestream.gguf_facts import GgufFacts
+from moestream.measuring import figures, machine, plot
+from moestream.measuring.runs import Bench, Failure, Outcome, OutputsDiffer, Side, Stopped
+from moestream.result import Result
+from moestream.server import report
+from moestream.server.arguments import (
+    DEFAULT_HOST,
+    DEFAULT_READY_TIMEOUT_S,
+    MAX_IO_THREADS,
+    ServerSettings,
+    flag_of,
+    parse_slots,
+)
+from moestream.server.supervise import notice, stop_on_signals
+from moestream.upstream import engines
+
+EXIT_OUTPUTS_DIFFER = 3
+STOCK = "stock"
+
+
+class Versus(StrEnum):
+    stock = STOCK
+
+
+def slot_counts(text: str) -> list[str]:
+    """``8,32,auto`` as settings, in this order, each once.
+
+    Raises:
+        MoestreamError: one of them is neither a number nor a word that ``--slots`` takes, or turns streaming off.
+    """
+    found = [parse_slots(part, ("auto", "all", "map", "off")) for part in text.split(",")]
+    if "off" in found:
+        raise MoestreamError(
+            f"--slots {text}: off is what stock llama.cpp does", hint="leave it out, and compare with --vs stock"
+        )
+    return list(dict.fromkeys(found))
+
+
+def without_streaming(extra: Iterable[str]) -> tuple[str, ...]:
+    """Arguments for llama-server without those of moestream's engine, each of which has a value."""
+    kept: list[str] = []
+    skip = False
+    for argument in extra:
+        if skip:
+            skip = False
+        elif flag_of(argument).startswith("--moe-"):
+            skip = True
+        else:
+            kept.append(argument)
+    return tuple(kept)
+
+
+def make_sides(
+    settings: ServerSettings, slots: Sequence[str], *, stock: bool, backend: str | None, ready_timeout_s: float
+) -> list[Side]:
+    """What is compared, stock last. All checks that need no process are made."""
+    # One answer at a time on a free port of this machine alone; nothing is learned from it, nothing filled beforehand.
+    base = replace(
+        settings, host=DEFAULT_HOST, port=0, parallel=1, learn=None, warm="off", kept_map=None if settings.map else False
+    )
+    how = {"backend": backend, "ready_timeout_s": ready_timeout_s}
+    sides = [
+        Side(f"moestream {n}{' slots' if n.isdigit() else ''}", partial(make_plan, replace(base, slots=n), **how), streams=True)
+        for n in slots
+    ]
+    if stock:
+        plain = replace(
+            base, slots="off", io_threads=None, io=None, policy=None, overlap=None, map=None, router_top_k=None, warm=None,
+            kept_map=False, extra=without_streaming(base.extra),
+        )  # fmt: skip
+        sides.append(Side(STOCK, partial(make_plan, plain, **how), streams=False))
+    for side in sides:
+        side.plan()
+    return sides
+
+
+def _check_room(settings: ServerSettings, facts: GgufFacts, n_prompt: int, n_tokens: int) -> None:
+    trained = facts.n_ctx_train or DEFAULT_CTX_TOKENS
+    ctx = min(DEFAULT_CTX_TOKENS, trained) if settings.ctx is None else settings.ctx or trained
+    if n_prompt + n_tokens > ctx:
+        raise MoestreamError(
+            f"--prompt {n_prompt} and --tokens {n_tokens} do not fit into a context of {ctx} tokens",
+            hint=f"--ctx {n_prompt + n_tokens}, or fewer",
+        )
+
+
+def bench(
+    slots: Annotated[
+        str | None,
+        typer.Option(metavar="N,…", help="Expert slots, each a side: numbers, auto, all, map.", show_default=BUILT_IN["slots"]),
+    ] = None,
+    vs: Annotated[Versus | None, typer.Option(help="Also measure the same engine without streaming.")] = None,
+    runs: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds; each side has its turn in each.")] = 3,
+    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of each answer.")] = 64,
+    prompt: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of the prompt.")] = 128,
+    cold: Annotated[
+        bool | None,
+        typer.Option("--cold/--warm", help="Only with the page cache emptied, or only a second answer.", show_default="both"),
+    ] = None,
+    plot_: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: FILE.png or FILE.svg.")] = None,
+    ctx: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Context in tokens. Default: 8192, or the model's if less.")
+    ] = None,
+    io_threads: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Reads of experts at a time, 1 to {MAX_IO_THREADS}.")
+    ] = None,
+    io: Annotated[Io | None, typer.Option(help="How experts are read.")] = None,
+    policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
+    overlap: Annotated[Switch | None, typer.Option(help="Compute with what is there while experts are read.")] = None,
+    map_: Annotated[str | None, typer.Option("--map", metavar="FILE", help="A router map.")] = None,
+    router_top_k: Annotated[int | None, typer.Option(metavar="K", help="Pin the K most used experts of --map.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For each answer.")] = 1800.0,
+    ready_timeout: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="For each start; 0: none.", show_default=f"{DEFAULT_READY_TIMEOUT_S:g}"),
+    ] = None,
+    extra: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL -- LLAMA ARGS…", help="File, directory or name; what to pass on to every llama-server."),
+    ] = None,
+) -> Generator[Result, None, None]:
+    """Measure answers of a model, cold and warm, outputs compared first; against stock llama.cpp with --vs stock."""
+    rest = list(extra or ())
+    if not rest or rest[0].startswith("-"):
+        raise MoestreamError("no model is given", hint="moestream bench FILE --vs stock", exit_code=2)
+    # What a bench decides itself is not left to files: one that sets them is for servers.
+    given = {
+        "model": rest.pop(0), "ctx": ctx, "io_threads": io_threads, "io": io and io.value, "policy": policy and policy.value,
+        "overlap": overlap and overlap.value, "map": map_, "router_top_k": router_top_k, "backend": backend,
+        "ready_timeout": ready_timeout, "slots": None if slots is None else slot_counts(slots)[0],
+    }  # fmt: skip
+    merged = config.merge(given, os.environ, config.load())
+    try:
+        counts = slot_counts(merged["slots"] if slots is None else slots)
+        settings = settings_of(merged, rest)
+        if plot_ is not None:
+            plot.check(plot_)
+        facts = gguf_facts.read(settings.model)
+        _check_room(settings, facts, prompt, tokens)
+        sides = make_sides(
+            settings, counts, stock=vs is not None, backend=merged["backend"], ready_timeout_s=merged["ready_timeout"]
+        )
+    except MoestreamError as error:
+        raise config.explained(error, merged.settings) from error
+    caches = ("cold", "warm") if cold is None else ("cold",) if cold else ("warm",)
+    work = Bench(sides, facts.files, caches=caches, n_rounds=runs, n_tokens=tokens, n_prompt=prompt, timeout_s=timeout)
+    yield from _measure(work, facts, merged["backend"], plot_)
+
+
+def _measure(work: Bench, facts: GgufFacts, backend: str | None, plot_path: Path | None) -> Generator[Result, None, None]:
+    before = machine.conditions()
+    outcome, differ, stopped = work.outcome, None, False
+    with stop_on_signals(work.stop):
+        try:
+            work.run()
+        except OutputsDiffer as error:
+            differ = error
+        except Stopped:
+            stopped = True
+    disturbed = machine.disturbances(before, machine.conditions(look_s=0), outcome.seen)
+    data = _data(work, facts, backend, before, disturbed, differ)
+    if differ is not None:
+        yield Result("bench", data)
+        raise MoestreamError(
+            f"outputs differ, so no speed is shown: {differ.first} and {differ.second} part at {differ.difference}",
+            hint="the same command with MOESTREAM_CHECK=1 in the environment finds slots that changed; report it",
+            exit_code=EXIT_OUTPUTS_DIFFER,
+        )
+    if outcome.runs:
+        yield Result("bench", data, _text(data, outcome))
+        if plot_path is not None:
+            plot.draw(plot_path, outcome.runs, f"{facts.files[0].name}, {work.n_tokens} tokens after {outcome.prompt_tokens}")
+            notice(f"plot: {plot_path}")
+    if stopped:
+        what = f"{len(outcome.runs)} of {outcome.planned_runs} runs were measured" if outcome.runs else "nothing was measured"
+        raise MoestreamError(f"stopped: {what}", exit_code=130)
+    for failure in outcome.failures:
+        if failure.side != STOCK or not outcome.runs:
+            raise MoestreamError(f"{failure.side} could not be measured: {failure.message}", hint=failure.hint)
+
+
+def _data(
+    work: Bench,
+    facts: GgufFacts,
+    backend: str | None,
+    before: machine.Conditions,
+    disturbed: list[str],
+    differ: OutputsDiffer | None,
+) -> dict[str, Any]:
+    outcome = work.outcome
+    engine = engines.in_use(backend)
+    shown = [] if differ is not None else outcome.runs
+    parted = None
+    if differ is not None:
+        at = differ.difference
+        parted = {
+            "first": differ.first, "second": differ.second, "token": at.token,
+            "first_token": at.first and asdict(at.first), "second_token": at.second and asdict(at.second),
+        }  # fmt: skip
+    return {
+        "model": {
+            "path": str(facts.files[0]), "name": facts.files[0].name, "size_bytes": facts.total_bytes, "expert_bytes": facts.expert_bytes,
+        },
+        "engine": engine.id,
+        "backend": engine.backend,
+        "machine": asdict(before),
+        "setting": {
+            "tokens": work.n_tokens, "prompt_tokens": work.n_prompt, "rounds": work.n_rounds, "caches": list(work.caches),
+            "sides": [side.name for side in work.sides],
+        },
+        "sides": outcome.engine_facts,
+        "complete": differ is None and len(outcome.runs) == outcome.planned_runs,
+        "output": {"equal": differ is None, "sha256": outcome.sha256 if differ is None else None, "answers": outcome.n_answers, "difference": parted},
+        "summary": figures.summarise(shown),
+        "versus": figures.paired_ratios(shown, STOCK),
+        "failures": [asdict(failure) for failure in outcome.failures],
+        "disturbances": disturbed,
+        "runs": [asdict(run) for run in shown],
+    }  # fmt: skip
+
+
+_FIGURES = {"decode_tok_per_s": "decode", "prompt_tok_per_s": "prompt", "ttft_s": "time to the first token"}
+
+
+def _text(data: dict[str, Any], outcome: Outcome) -> str:
+    model, setting = data["model"], data["setting"]
+    head = [
+        ("model", f"{model['name']}, {report.size(model['size_bytes'])}, experts {report.size(model['expert_bytes'])}"),
+        ("engine", f"{data['engine']} ({data['backend']})"),
+        (
+            "runs",
+            f"{setting['tokens']} tokens after a prompt of {setting['prompt_tokens']}, greedy; {setting['rounds']} rounds, sides in turn",
+        ),
+        ("output", f"the same in all {data['output']['answers']} answers, sha256 {(outcome.sha256 or '')[:16]}"),
+    ]
+    if not data["complete"]:
+        head.append(("notice", f"not complete: {len(outcome.runs)} of {outcome.planned_runs} runs"))
+    lines = [report.table(head), "", text_table(_table(data["summary"]))]
+    if data["versus"]:
+        lines.append("")
+    lines += [_ratio_line(ratio) for ratio in data["versus"]]
+    lines += [_failure_line(failure) for failure in outcome.failures]
+    if data["disturbances"]:
+        lines += ["", "may have disturbed:", *(f"  {line}" for line in data["disturbances"])]
+    return "\n".join(lines)
+
+
+def _ratio_line(ratio: dict[str, Any]) -> str:
+    pairs = f"{ratio['pairs']} pair{'' if ratio['pairs'] == 1 else 's'}"
+    text = f"{_FIGURES[ratio['figure']]}, {ratio['cache']}: {ratio['side']} {ratio['ratio']:.2f}x {STOCK} "
+    text += f"({ratio['ratio_min']:.2f} to {ratio['ratio_max']:.2f}, {pairs})"
+    return text + (": no clear difference" if ratio["ratio_min"] < 1 < ratio["ratio_max"] else "")
+
+
+def _failure_line(failure: Failure) -> str:
+    return f"{failure.side}: no {'more runs' if failure.kind in ('died', 'timeout') else 'speed'}, {failure.kind}: {failure.message.splitlines()[0]}"
+
+
+def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    def cell(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "-" if value is None else format(value / scale, form)
+
+    vram = any(row["peak_vram_bytes"] is not None for row in rows)
+    head = ["side", "cache", "runs", "load s", "TTFT s", "prompt tok/s", "decode tok/s", "range", "p50 ms", "p95 ms", "hits",
+            "disk MB/token", "experts MB/token", "stall", "RSS GiB", "anon GiB", *(["VRAM GiB"] if vram else [])]  # fmt: skip
+    table = [head]
+    for row in rows:
+        low, high = row["decode_tok_per_s_min"], row["decode_tok_per_s_max"]
+        table.append([
+            row["side"], row["cache"], str(row["runs"]), cell(row["load_s"], ".1f"), cell(row["ttft_s"], ".3f"),
+            cell(row["prompt_tok_per_s"], ".1f"), cell(row["decode_tok_per_s"], ".2f"), "-" if low is None else f"{low:.2f}-{high:.2f}",
+            cell(row["token_p50_s"], ".1f", 1e-3), cell(row["token_p95_s"], ".1f", 1e-3), cell(row["hit_rate"], ".1%"),
+            cell(row["decode_disk_bytes_per_token"], ".2f", 1e6), cell(row["decode_expert_bytes_per_token"], ".2f", 1e6),
+            cell(row["decode_stall_share"], ".0%"), cell(row["peak_rss_bytes"], ".2f", 2**30), cell(row["peak_anon_bytes"], ".2f", 2**30),
+            *([cell(row["peak_vram_bytes"], ".2f", 2**30)] if vram else []),
+        ])  # fmt: skip
+    return table
