@@ -243,7 +243,7 @@ def _data(
     }  # fmt: skip
 
 
-_FIGURES = {"decode_tok_per_s": "decode", "prompt_tok_per_s": "prompt", "ttft_s": "time to the first token"}
+_FIGURES = {"decode_tok_per_s": "decode", "prompt_tok_per_s": "prompt", "ttft_s": "time to the first token (less is better)"}
 
 
 def _text(data: dict[str, Any], outcome: Outcome) -> str:
@@ -293,7 +293,7 @@ def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
         table.append([
             row["side"], row["cache"], str(row["runs"]), cell(row["load_s"], ".1f"), cell(row["ttft_s"], ".3f"),
             cell(row["prompt_tok_per_s"], ".1f"), cell(row["decode_tok_per_s"], ".2f"), "-" if low is None else f"{low:.2f}-{high:.2f}",
-            cell(row["token_p50_s"], ".1f", 1e-3), cell(row["token_p95_s"], ".1f", 1e-3), cell(row["hit_rate"], ".1%"),
+            cell(row["token_p50_s"], ".2f", 1e-3), cell(row["token_p95_s"], ".2f", 1e-3), cell(row["hit_rate"], ".1%"),
             cell(row["decode_disk_bytes_per_token"], ".2f", 1e6), cell(row["decode_expert_bytes_per_token"], ".2f", 1e6),
             cell(row["decode_stall_share"], ".0%"), cell(row["peak_rss_bytes"], ".2f", 2**30), cell(row["peak_anon_bytes"], ".2f", 2**30),
             *([cell(row["peak_vram_bytes"], ".2f", 2**30)] if vram else []),

@@ -49,12 +49,15 @@ class Answer:
     Attributes:
         parts: in order.
         at_s: when each part came, in seconds from the request.
+        computed_s: when the server had computed each, in seconds from the end of the prompt, as each part says; a client that others
+            keep from running is late, and these are not. Empty where a part does not say.
         text: all of it.
         timings: what the server itself measured (``prompt_n``, ``prompt_ms``, …).
     """
 
     parts: tuple[Part, ...]
     at_s: tuple[float, ...]
+    computed_s: tuple[float, ...]
     text: str
     timings: dict[str, Any]
 
@@ -66,7 +69,8 @@ class Answer:
 
     @property
     def arrivals(self) -> list[tuple[int, float]]:
-        return [(part.n_tokens, at) for part, at in zip(self.parts, self.at_s, strict=True)]
+        """Tokens so far, and when."""
+        return [(part.n_tokens, at) for part, at in zip(self.parts, self.computed_s or self.at_s, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -157,10 +161,11 @@ class Asker:
         """
         body = {
             "prompt": list(prompt), "n_predict": n_tokens, "temperature": 0, "seed": 1, "cache_prompt": False, "ignore_eos": True,
-            "return_tokens": True, "stream": True,
+            "return_tokens": True, "stream": True, "timings_per_token": True,
         }  # fmt: skip
         parts: list[Part] = []
         at: list[float] = []
+        computed: list[float] = []
         end: dict[str, Any] = {}
         begun = time.monotonic()
         with _told(self._timeout_s), self._http.stream("POST", "/completion", json=body) as response:
@@ -182,6 +187,8 @@ class Asker:
                 elif event["tokens"]:
                     parts.append(Part(event["tokens_predicted"], event["tokens"][-1], event["content"]))
                     at.append(now)
+                    if (ms := (event.get("timings") or {}).get("predicted_ms")) is not None:
+                        computed.append(ms / 1e3)
                     if len(parts) == 1:
                         on_first()
         if not end:
@@ -189,7 +196,9 @@ class Asker:
         if end.get("tokens_predicted") != n_tokens or not parts:
             raise NoAnswer(f"the server answered with {end.get('tokens_predicted')} tokens instead of {n_tokens}")
         text = "".join(part.text for part in parts) + str(end.get("content") or "")
-        return Answer(tuple(parts), tuple(at), text, dict(end.get("timings") or {}))
+        if len(computed) < len(parts):
+            computed = []
+        return Answer(tuple(parts), tuple(at), tuple(computed), text, dict(end.get("timings") or {}))
 
 
 def _late(timeout_s: float) -> str:

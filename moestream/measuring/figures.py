@@ -19,7 +19,8 @@ COMPARED = ("decode_tok_per_s", "prompt_tok_per_s", "ttft_s")
 
 @dataclass
 class Run:
-    """One measured answer. None: not known here, or it means nothing (statistics of experts without streaming).
+    """One measured answer. None: not known here, or it means nothing (statistics of experts without streaming). What is of the prompt and
+    of the tokens behind it comes from counters read at about the first token; of answers that were nearly over by then it is not known.
 
     Attributes:
         side: name of what was measured.

@@ -73,4 +73,9 @@ def draw(path: Path, runs: Sequence[Run], title: str) -> None:
     grid["tokens"].set_ylim(bottom=0)
     grid["tokens"].legend(fontsize="small")
     with replacing(path, "plot") as fresh:
-        figure.savefig(fresh, format=path.suffix.lower().removeprefix("."), dpi=120)
+        try:
+            figure.savefig(fresh, format=path.suffix.lower().removeprefix("."), dpi=120)
+        except OSError as error:
+            raise MoestreamError(
+                f"cannot write the plot {path}: {error.strerror}", hint="check that the disk is not full"
+            ) from error

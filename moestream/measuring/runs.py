@@ -21,6 +21,7 @@ from moestream.measuring import figures, machine
 from moestream.measuring.answers import Answer, Asker, Difference, NoAnswer, first_difference
 from moestream.measuring.figures import Run
 from moestream.measuring.prompt import TEXT
+from moestream.server.client import ServerClient
 from moestream.server.process import Cause, State
 from moestream.server.progress import progress
 from moestream.server.supervise import ServerPlan, Supervisor, end_error
@@ -107,6 +108,7 @@ class Outcome:
 class _Mark:
     """Counters at one moment."""
 
+    at_s: float  # time.monotonic()
     totals: dict[str, int]
     disk_bytes: int | None
 
@@ -245,8 +247,8 @@ class Bench:
                 raise _Failed(_end_of(side, supervisor, begun, was_ready=False))
             load_s = time.monotonic() - begun
             watch = watch or machine.Watch(now.pid, vram)
-            with Asker(plan.url, api_key=plan.api_key, timeout_s=self.timeout_s) as asker:
-                server = _Server(side, plan, supervisor, watch, asker, load_s, share, begun)
+            with Asker(plan.url, api_key=plan.api_key, timeout_s=self.timeout_s) as asker, plan.client() as client:
+                server = _Server(side, plan, supervisor, watch, asker, client, load_s, share, begun)
                 self.outcome.engine_facts.setdefault(side.name, server.facts())
                 yield server
         finally:
@@ -263,23 +265,22 @@ class _Server:
     """A ready server of a side."""
 
     def __init__(
-        self, side: Side, plan: ServerPlan, supervisor: Supervisor, watch: machine.Watch, asker: Asker, load_s: float,
-        cached_share: float | None, begun: float,
+        self, side: Side, plan: ServerPlan, supervisor: Supervisor, watch: machine.Watch, asker: Asker, client: ServerClient,
+        load_s: float, cached_share: float | None, begun: float,
     ) -> None:  # fmt: skip
         self.side = side
         self.plan = plan
         self._supervisor = supervisor
         self._watch = watch
         self._asker = asker
+        self._client = client  # made beforehand: making one takes as long as many tokens
         self._load_s = load_s
         self._cached_share = cached_share
         self._begun = begun
 
     def facts(self) -> dict[str, Any]:
         """What is in force, as the server says."""
-        with self.plan.client() as client:
-            stats = client.stats()
-        raw = stats.raw or {}
+        raw = self._client.stats().raw or {}
         names = (
             "streaming",
             "slots",
@@ -326,6 +327,7 @@ class _Server:
         at_first: list[_Mark] = []
         look = threading.Thread(target=lambda: at_first.append(self._mark()), daemon=True)
         before, cpu_before = self._mark(), machine.Cpu.now(self._watch.pid)
+        begun = time.monotonic()
         answer = self.ask(prompt, n_tokens, look.start)  # the look at the counters goes on beside the stream
         cpu_after = machine.Cpu.now(self._watch.pid)
         look.join()
@@ -346,27 +348,45 @@ class _Server:
         if n_decoded and took_s > 0:
             run.decode_tok_per_s = n_decoded / took_s
             run.token_p50_s, run.token_p95_s = figures.percentile(times, 0.5), figures.percentile(times, 0.95)
-        if before.disk_bytes is not None and first.disk_bytes is not None and end.disk_bytes is not None:
-            run.prompt_disk_bytes = first.disk_bytes - before.disk_bytes
-            run.decode_disk_bytes_per_token = (end.disk_bytes - first.disk_bytes) / n_decoded if n_decoded else None
-        if before.totals and first.totals and end.totals:
-            prompt_part = {k: first.totals[k] - v for k, v in before.totals.items() if k in first.totals}
-            part = {k: end.totals[k] - v for k, v in first.totals.items() if k in end.totals}
-            accesses = part.get("hits", 0) + part.get("misses", 0)
-            run.hit_rate = part["hits"] / accesses if accesses else None
-            run.prompt_expert_bytes = prompt_part.get("bytes_read")
-            run.decode_expert_bytes_per_token = part.get("bytes_read", 0) / n_decoded if n_decoded else None
-            run.prompt_stall_s = prompt_part.get("stall_us", 0) / 1e6
-            run.decode_stall_share = part.get("stall_us", 0) / 1e6 / took_s if took_s > 0 else None
+        _count(run, answer, begun, before, first, end)
         return answer, run
 
     def _mark(self) -> _Mark:
         totals: dict[str, int] = {}
         if self.side.streams:
-            with self.plan.client() as client:
-                found = (client.stats().raw or {}).get("totals") or {}
+            stats = self._client.stats()
+            if not stats.available:  # an idle connection that the server has closed at this moment
+                stats = self._client.stats()
+            found = (stats.raw or {}).get("totals") or {}
             totals = {name: int(value) for name, value in found.items() if isinstance(value, int | float)}
-        return _Mark(totals, machine.disk_read_bytes(self._watch.pid))
+        return _Mark(time.monotonic(), totals, machine.disk_read_bytes(self._watch.pid))
+
+
+def _count(run: Run, answer: Answer, begun: float, before: _Mark, first: _Mark, end: _Mark) -> None:
+    """Fill in what follows from counters at the request, at about the first token, and at the end.
+
+    What was counted from the first token on is divided by the tokens of the same time. A server that was through with most of them
+    before the counters could be read leaves those figures unknown.
+    """
+    n_decoded = len(run.token_s)
+    n_left = sum(
+        n > 1 and begun + at > first.at_s for n, at in zip((p.n_tokens for p in answer.parts), answer.at_s, strict=True)
+    )
+    if before.totals and first.totals and end.totals:
+        prompt_part = {name: first.totals[name] - count for name, count in before.totals.items() if name in first.totals}
+        part = {name: end.totals[name] - count for name, count in first.totals.items() if name in end.totals}
+        n_left = part.get("tokens_decode", n_left)  # exact: of the same moment as the others
+    known = n_decoded > 0 and 2 * n_left > n_decoded
+    if before.disk_bytes is not None and first.disk_bytes is not None and end.disk_bytes is not None and known:
+        run.prompt_disk_bytes = first.disk_bytes - before.disk_bytes
+        run.decode_disk_bytes_per_token = (end.disk_bytes - first.disk_bytes) / n_left
+    if before.totals and first.totals and end.totals and known:
+        accesses = part.get("hits", 0) + part.get("misses", 0)
+        run.hit_rate = part["hits"] / accesses if accesses else None
+        run.prompt_expert_bytes = prompt_part.get("bytes_read")
+        run.decode_expert_bytes_per_token = part.get("bytes_read", 0) / n_left
+        run.prompt_stall_s = prompt_part.get("stall_us", 0) / 1e6
+        run.decode_stall_share = part.get("stall_us", 0) / 1e6 / n_left / (sum(run.token_s) / n_decoded)
 
 
 def _end_of(side: Side, supervisor: Supervisor, begun: float, *, was_ready: bool) -> Failure:

@@ -1,7 +1,7 @@
 """A tiny llama-server with fault switches, for tests of what watches it. The standard library alone.
 
 Installed under the name ``llama-server`` in a made-up engine; see ``service_harness.py``. It takes llama-server's own
-arguments and answers /health, /props, /moe/stats, /v1/chat/completions. Switches come in the environment variable
+arguments and answers /health, /props, /moe/stats, /v1/chat/completions, /tokenize, /completion (streamed). Switches come in the environment variable
 FAKE_LLAMA, separated by commas:
 
     slow=S            503 on /health for S seconds, then ready
@@ -21,6 +21,13 @@ FAKE_LLAMA, separated by commas:
     sleeps               has freed its model, as llama-server after --sleep-idle-seconds
     records=PATH      writes this file's content where --moe-trace says, as a llama-server that has computed something
     needs-key=K       401 on everything but /health without this API key
+    stock-only        all of these only without --moe-slots
+  in streamed answers:
+    second-answer     those below only from a process's second answer on
+    wrong-token=K     the K-th token is another one
+    dies-in-answer=K, hangs-in-answer=K, fails-in-answer=K   ends with code 9, hangs, answers with an error, behind the K-th token
+    short-answer=K    ends the answer behind the K-th token
+    slow-answer=S     S seconds a token
 """
 
 import json
@@ -42,7 +49,10 @@ def value_of(flag, default=None):
 
 
 FAULTS = switches()
+if "stock-only" in FAULTS and value_of("--moe-slots"):
+    FAULTS = {}
 READY_AT = None
+N_ANSWERS = 0
 
 
 def log(text):
@@ -120,11 +130,44 @@ class Handler(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.prefixed() or self.refused():
             return
+        if self.path == "/tokenize":
+            self.answer(200, {"tokens": [1, *request["content"].encode()]})
+            return
+        if self.path == "/completion":
+            self.stream(request["n_predict"])
+            return
         if self.path != "/v1/chat/completions":
             self.answer(404, {"error": {"code": 404}})
             return
         content = "You asked: " + request["messages"][-1]["content"]
         self.answer(200, {"choices": [{"message": {"role": "assistant", "content": content}}]})
+
+    def event(self, body):
+        self.wfile.write(b"data: " + json.dumps(body).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def stream(self, n_predict):
+        global N_ANSWERS
+        N_ANSWERS += 1
+        faults = {} if "second-answer" in FAULTS and N_ANSWERS == 1 else FAULTS
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        n_tokens = int(faults.get("short-answer", n_predict))
+        for n in range(1, n_tokens + 1):
+            time.sleep(float(faults.get("slow-answer", 0.002)))
+            token = 900 if faults.get("wrong-token") == str(n) else 100 + n
+            self.event({"content": f" {token}", "tokens": [token], "stop": False, "tokens_predicted": n})
+            if faults.get("dies-in-answer") == str(n):
+                log("fatal: the disk went away")
+                os._exit(9)
+            if faults.get("hangs-in-answer") == str(n):
+                time.sleep(3600)
+            if faults.get("fails-in-answer") == str(n):
+                self.event({"error": {"code": 500, "message": "layer 3: a read failed"}})
+                return
+        self.event({"content": "", "tokens": [], "stop": True, "tokens_predicted": n_tokens,
+                    "timings": {"prompt_n": 8, "prompt_ms": 4.0}})  # fmt: skip
 
 
 def on_sigterm_while_busy(number, frame):
