@@ -198,6 +198,9 @@ def _measure(work: Bench, facts: GgufFacts, backend: str | None, plot_path: Path
     if stopped:
         what = f"{len(outcome.runs)} of {outcome.planned_runs} runs were measured" if outcome.runs else "nothing was measured"
         raise MoestreamError(f"stopped: {what}", exit_code=130)
+    if not outcome.runs:
+        for failure in outcome.failures[1:]:
+            notice(_failure_line(failure))
     for failure in outcome.failures:
         if failure.side != STOCK or not outcome.runs:
             raise MoestreamError(f"{failure.side} could not be measured: {failure.message}", hint=failure.hint)
@@ -248,12 +251,13 @@ _FIGURES = {"decode_tok_per_s": "decode", "prompt_tok_per_s": "prompt", "ttft_s"
 
 def _text(data: dict[str, Any], outcome: Outcome) -> str:
     model, setting = data["model"], data["setting"]
+    rounds = f"{setting['rounds']} round{'' if setting['rounds'] == 1 else 's'}"
     head = [
         ("model", f"{model['name']}, {report.size(model['size_bytes'])}, experts {report.size(model['expert_bytes'])}"),
         ("engine", f"{data['engine']} ({data['backend']})"),
         (
             "runs",
-            f"{setting['tokens']} tokens after a prompt of {setting['prompt_tokens']}, greedy; {setting['rounds']} rounds, sides in turn",
+            f"{setting['tokens']} tokens after a prompt of {setting['prompt_tokens']}, greedy; {rounds}, sides in turn",
         ),
         ("output", f"the same in all {data['output']['answers']} answers, sha256 {(outcome.sha256 or '')[:16]}"),
     ]
@@ -277,7 +281,14 @@ def _ratio_line(ratio: dict[str, Any]) -> str:
 
 
 def _failure_line(failure: Failure) -> str:
-    return f"{failure.side}: no {'more runs' if failure.kind in ('died', 'timeout') else 'speed'}, {failure.kind}: {failure.message.splitlines()[0]}"
+    """In one line, with what to do about stock's usual end."""
+    had_runs = failure.kind in ("died", "timeout")
+    text = f"{failure.side}: no {'more runs' if had_runs else 'speed'}, {failure.kind}: {failure.message.splitlines()[0]}"
+    if failure.kind == "killed":
+        text += "; the kernel does that to what uses too much memory"
+        if failure.side == STOCK:
+            text += " (repacked weights are a copy in memory: -- --no-repack measures the mapped file alone)"
+    return text
 
 
 def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
