@@ -173,7 +173,7 @@ def bench(
 
 def _measure(work: Bench, facts: GgufFacts, backend: str | None, plot_path: Path | None) -> Generator[Result, None, None]:
     before = machine.conditions()
-    outcome, differ, stopped = work.outcome, None, False
+    outcome, differ, stopped, broken = work.outcome, None, False, None
     with stop_on_signals(work.stop):
         try:
             work.run()
@@ -181,6 +181,8 @@ def _measure(work: Bench, facts: GgufFacts, backend: str | None, plot_path: Path
             differ = error
         except Stopped:
             stopped = True
+        except MoestreamError as error:  # no matter of a side; what was measured until then is shown all the same
+            broken = error
     disturbed = machine.disturbances(before, machine.conditions(look_s=0), outcome.seen)
     data = _data(work, facts, backend, before, disturbed, differ)
     if differ is not None:
@@ -198,6 +200,8 @@ def _measure(work: Bench, facts: GgufFacts, backend: str | None, plot_path: Path
     if stopped:
         what = f"{len(outcome.runs)} of {outcome.planned_runs} runs were measured" if outcome.runs else "nothing was measured"
         raise MoestreamError(f"stopped: {what}", exit_code=130)
+    if broken is not None:
+        raise broken
     if not outcome.runs:
         for failure in outcome.failures[1:]:
             notice(_failure_line(failure))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -156,6 +157,29 @@ def test_ctrl_c_prints_what_there_is(home: Home, number: int) -> None:
     data = json.loads(out)
     assert (data["complete"], [(run["cache"], run["round"]) for run in data["runs"]]) == (False, [("cold", 0)])
     assert last_lines(said)[0] == "stopped: 1 of 2 runs were measured"
+
+
+def test_a_model_that_goes_away_keeps_what_there_was(home: Home, tmp_path: Path) -> None:
+    model = tmp_path / "x.gguf"
+    shutil.copyfile(DEMO, model)
+    command = home.popen("bench", str(model), *SHORT, "--runs", "2", "--cold", "--json", fake="slow-answer=0.1")
+
+    def measuring() -> bool:
+        """The server of the first round, behind the one whose output was compared."""
+        return len(list((home.folder / "state" / "servers").glob("*.log"))) == 2
+
+    until(measuring, "the first round")
+    until(home.servers, "its server")
+    until(lambda: any("POST /completion" in p.read_text() for p in newest_log(home)), "its answer")
+    model.unlink()
+    out, said = command.communicate(timeout=30)
+    assert (command.returncode, home.servers()) == (1, [])
+    assert [run["round"] for run in json.loads(out)["runs"]] == [0]
+    assert str(model) in last_lines(said)[0]
+
+
+def newest_log(home: Home) -> list[Path]:
+    return sorted((home.folder / "state" / "servers").glob("*.log"), key=lambda path: path.stat().st_mtime)[-1:]
 
 
 def test_ctrl_c_before_the_first_run(home: Home) -> None:
