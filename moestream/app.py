@@ -30,6 +30,7 @@ COMMANDS: tuple[str, ...] = (
     "pull",
     "list",
     "rm",
+    "plan",
     "start",
     "stop",
     "status",

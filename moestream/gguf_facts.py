@@ -14,10 +14,10 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moestream.errors import MoestreamError
 
@@ -37,6 +37,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 # The engine's opinion is expert_kinds in engine/moe-hooks.cpp; a test compares the two on every architecture. Like there,
 # grovemoe's chunk experts (chexps) stay resident.
 EXPERT_TENSOR = re.compile(r"blk\.(\d{1,9})\.ffn_(gate|up|down|gate_up)_exps\.weight")
+BLOCK_TENSOR = re.compile(r"blk\.(\d{1,9})\.")
 ROUTER_TENSOR = re.compile(r"blk\.(\d{1,9})\.ffn_gate_inp\.weight")
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
@@ -128,6 +129,9 @@ class GgufFacts:
         expert_tensors: sorted by layer, then name.
         routers: sorted by layer; some architectures have none of this name.
         tensor_bytes: all weights.
+        dense_bytes_mtp: of the weights that are no experts, those of MTP layers.
+        token_embd_bytes, token_embd_type: of ``token_embd.weight``; 0 and empty where it is missing.
+        output_is_tied: whether logits come from the token embeddings, there being no ``output.weight``.
         metadata: the header's keys; strings, numbers and arrays up to 4096 entries. Longer arrays (the vocabulary) are left
             out.
     """
@@ -152,6 +156,10 @@ class GgufFacts:
     routers: tuple[Router, ...]
     tensor_bytes: int
     n_tensor: int
+    dense_bytes_mtp: int = 0
+    token_embd_bytes: int = 0
+    token_embd_type: str = ""
+    output_is_tied: bool = False
     metadata: dict[str, Any] = field(repr=False, default_factory=dict)
 
     @property
@@ -181,6 +189,11 @@ class GgufFacts:
     def layer_tensors(self, layer: int) -> tuple[ExpertTensor, ...]:
         return tuple(t for t in self.expert_tensors if t.layer == layer)
 
+    @property
+    def moe_layers_served(self) -> tuple[int, ...]:
+        """Without those of MTP layers, which a server leaves in the file."""
+        return tuple(layer for layer in self.moe_layers if layer < self.n_layer)
+
     def bytes_per_slot(self, layer: int) -> int:
         """Bytes that one slot of a layer holds: one expert's part of each of the layer's expert tensors."""
         return sum(t.bytes_per_expert for t in self.layer_tensors(layer))
@@ -208,6 +221,34 @@ def read(path: str | os.PathLike[str]) -> GgufFacts:
     except OSError as e:  # a name too long, a folder that may not be searched
         raise MoestreamError(f"cannot look for the model {path}: {e.strerror}", hint="check the path") from e
     headers = [_read_header(f) for f in files]
+    _check_split(files, headers)
+    return _facts(files, headers)
+
+
+class HeaderSource(Protocol):
+    """A file of a model, wherever it is.
+
+    Attributes:
+        path: what errors call it.
+        size_bytes: of the whole file.
+    """
+
+    path: Path
+    size_bytes: int
+
+    def read_at(self, n_bytes: int, offset: int) -> bytes:
+        """Some bytes from ``offset`` on: at least one where the file has it, at most about ``n_bytes``."""
+        ...
+
+
+def read_sources(sources: Sequence[HeaderSource]) -> GgufFacts:
+    """Read the header of a model that is not here: its file, or all its shards in order.
+
+    Raises:
+        MoestreamError: see ``read``, and what the sources raise.
+    """
+    files = tuple(source.path for source in sources)
+    headers = [_parse(_Cursor(source)) for source in sources]
     _check_split(files, headers)
     return _facts(files, headers)
 
@@ -313,20 +354,28 @@ class _Header:
     end_bytes: int
 
 
-class _Cursor:
-    """Sequential reads of a header through a window that slides over the file.
-
-    The kernel's read-ahead is switched off for the descriptor: at 8 MiB it would draw weights into the page cache.
-    """
-
-    CHUNK = 256 * 1024
+class _LocalFile:
+    """The kernel's read-ahead is switched off for the descriptor: at 8 MiB it would draw weights into the page cache."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self.fd, self.path = fd, path
-        self.file_bytes = os.fstat(fd).st_size
-        self.buf, self.base, self.pos = b"", 0, 0
+        self.size_bytes = os.fstat(fd).st_size
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read_at(self, n_bytes: int, offset: int) -> bytes:
+        return os.pread(self.fd, n_bytes, offset)
+
+
+class _Cursor:
+    """Sequential reads of a header through a window that slides over the file."""
+
+    CHUNK = 256 * 1024
+
+    def __init__(self, source: HeaderSource) -> None:
+        self.source, self.path = source, source.path
+        self.file_bytes = source.size_bytes
+        self.buf, self.base, self.pos = b"", 0, 0
 
     def tell(self) -> int:
         return self.base + self.pos
@@ -345,7 +394,7 @@ class _Cursor:
             )
         parts, have = [], 0
         while have < n:
-            part = os.pread(self.fd, max(self.CHUNK, n - have), start + have)
+            part = self.source.read_at(max(self.CHUNK, n - have), start + have)
             if not part:
                 raise MoestreamError(
                     f"{self.path} became shorter while it was read, at byte {start + have}",
@@ -425,7 +474,7 @@ def _read_header(path: Path) -> _Header:
     except OSError as e:
         raise MoestreamError(f"cannot open {path}: {e.strerror}", hint="check the path and its permissions") from e
     try:
-        return _parse(_Cursor(fd, path))
+        return _parse(_Cursor(_LocalFile(fd, path)))
     except OSError as e:
         raise MoestreamError(f"cannot read the header of {path}: {e.strerror}", hint="check the disk") from e
     finally:
@@ -434,7 +483,7 @@ def _read_header(path: Path) -> _Header:
 
 def _parse(cur: _Cursor) -> _Header:
     path = cur.path
-    magic = os.pread(cur.fd, 4, 0)
+    magic = cur.source.read_at(4, 0)[:4]
     if magic != b"GGUF":
         shown = f"0x{magic.hex()} ({magic.decode('ascii', errors='replace')!r})" if magic else "nothing, it is empty"
         raise MoestreamError(
@@ -618,6 +667,15 @@ def _facts(files: tuple[Path, ...], headers: list[_Header]) -> GgufFacts:
                 experts.append(expert)
             if router := ROUTER_TENSOR.fullmatch(t.name):
                 routers.append(Router(int(router[1]), i, t.offset, t.size_bytes))
+    dense_mtp = sum(
+        t.size_bytes
+        for h in headers
+        for t in h.tensors
+        if (block := BLOCK_TENSOR.match(t.name))
+        and int(block[1]) >= n_layer_all - n_layer_mtp
+        and not EXPERT_TENSOR.fullmatch(t.name)
+    )
+    embeddings = next((t for h in headers for t in h.tensors if t.name == "token_embd.weight"), None)
     total = kv.get("split.tensors.count")
     if len(files) > 1 and isinstance(total, int) and total != len(seen):
         raise _corrupt(path, f"the split set has {len(seen)} tensors, split.tensors.count says {total}")
@@ -643,6 +701,10 @@ def _facts(files: tuple[Path, ...], headers: list[_Header]) -> GgufFacts:
         routers=tuple(sorted(routers, key=lambda r: r.layer)),
         tensor_bytes=sum(t.size_bytes for h in headers for t in h.tensors),
         n_tensor=len(seen),
+        dense_bytes_mtp=dense_mtp,
+        token_embd_bytes=embeddings.size_bytes if embeddings else 0,
+        token_embd_type=embeddings.type if embeddings else "",
+        output_is_tied=embeddings is not None and "output.weight" not in seen,
         metadata=_merged(h.kv for h in reversed(headers)),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import ipaddress
 from dataclasses import dataclass
@@ -146,6 +147,31 @@ class ServerClient:
         if raw.get("schema") != STATS_SCHEMA:
             return Stats(False, f"GET /moe/stats speaks {raw.get('schema')!r}, expected {STATS_SCHEMA!r}")
         return Stats(True, raw=raw)
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of GET /metrics that have no labels, by name; none when it cannot be had."""
+        try:
+            response = self._http.get(self.url + "/metrics")
+        except httpx.HTTPError:
+            return {}
+        found: dict[str, float] = {}
+        for line in response.text.splitlines() if response.status_code == 200 else ():
+            name, _, value = line.partition(" ")
+            if not name.startswith("#") and "{" not in name:
+                with contextlib.suppress(ValueError):
+                    found[name] = float(value)
+        return found
+
+    def decode_rate(self, prompt: str, n_token: int) -> float | None:
+        """Let the server write so many tokens; how many a second it says that were, None when it did not."""
+        body = {"prompt": prompt, "n_predict": n_token, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        try:
+            response = self._http.post(self.url + "/completion", json=body)
+        except httpx.HTTPError:
+            return None
+        timings = _json(response).get("timings") if response.status_code == 200 else None
+        rate = timings.get("predicted_per_second") if isinstance(timings, dict) else None
+        return float(rate) if isinstance(rate, int | float) and rate > 0 else None
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:

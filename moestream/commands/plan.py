@@ -1,0 +1,572 @@
+"""``moestream plan``: what a start would do with a model on this machine, before it is pulled or started; and whether that came true."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moestream import config, gguf_facts, model_names, paths
+from moestream.commands.map import parse_size
+from moestream.commands.start import DEFAULT_CTX_TOKENS, check_map
+from moestream.commands.trace import check_fingerprint, text_table
+from moestream.config import Merged
+from moestream.errors import MoestreamError
+from moestream.gguf_facts import GgufFacts
+from moestream.models import names
+from moestream.models.store import ModelStore
+from moestream.planning import check as checking
+from moestream.planning import hardware, hits, memory, remote, speed
+from moestream.planning.hits import HitModel
+from moestream.planning.memory import RAM_AUTO, Wishes
+from moestream.planning.plan import Machine, Plan, make_plan, speed_json
+from moestream.planning.speed import Rates
+from moestream.planning.state import ContextShape
+from moestream.result import Result
+from moestream.routing import kept, maps
+from moestream.routing import replay as replaying
+from moestream.routing import trace as traces
+from moestream.routing.fingerprint import fingerprint
+from moestream.server import report
+from moestream.server.arguments import parse_slots, value_after
+from moestream.server.client import ServerClient, Stats
+from moestream.server.records import RecordStore, ServerRecord
+from moestream.upstream import engines
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+_REPLAY_POINTS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+# A check asks for this many tokens where the server has not written as many yet.
+CHECK_TOKENS = 48
+_CHECK_PROMPT = "The purpose of this manual is to describe"
+_COMPLETION_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is planned for.
+
+    Attributes:
+        name: as ``start`` takes it.
+        fetched_bytes: of its header, over the network; None for a model that is here.
+    """
+
+    name: str
+    facts: GgufFacts
+    fetched_bytes: int | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        return self.fetched_bytes is not None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found out about this machine."""
+
+    memory: hardware.Memory | None
+    cores: int
+    gpus: list[hardware.Gpu]
+    drive: hardware.Drive
+    memory_bytes_s: float
+    flops: float
+    cache_bytes_s: float
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(self.drive.bytes_s, self.memory_bytes_s, self.flops, self.cache_bytes_s)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "cores": self.cores,
+            "available_bytes": self.memory.available_bytes if self.memory else None,
+            "limited_by": self.memory.limited_by if self.memory else None,
+            "gpus": [vars(gpu) for gpu in self.gpus],
+            "drive": {**vars(self.drive), "rates": {str(n): rate for n, rate in self.drive.rates.items()}},
+            "memory_bytes_s": self.memory_bytes_s,
+            "flops": self.flops,
+            "page_cache_bytes_s": self.cache_bytes_s,
+        }
+
+
+def check_cache_type(flag: str, value: str) -> str:
+    """A ggml type of the KV cache, upper case.
+
+    Raises:
+        MoestreamError: llama-server does not take it.
+    """
+    if value.lower() not in CACHE_TYPES:
+        raise MoestreamError(f"{flag} {value}: expected {', '.join(CACHE_TYPES[:-1])} or {CACHE_TYPES[-1]}", hint=f"{flag} f16")
+    return value.upper()
+
+
+def parse_tier(value: str) -> int:
+    """``--moe-ram`` as the engine reads it: bytes, ``RAM_AUTO``, or 0 for none.
+
+    Raises:
+        MoestreamError: it is no size.
+    """
+    words = {"none": 0, "auto": RAM_AUTO}
+    return words[value.lower()] if value.lower() in words else parse_size("--moe-ram", value)
+
+
+def subject_of(merged: Merged) -> Subject:
+    """Read the header of a model that is here, or of one on a hub that is not pulled.
+
+    Raises:
+        MoestreamError: see ``gguf_facts.read``, ``model_names.locate`` and ``remote.read``.
+    """
+    text = merged["model"]
+    if text is not None and text.startswith(names.PREFIX):
+        reference = names.parse(text)
+        if ModelStore().find(reference) is None:
+            found = remote.read(reference)
+            return Subject(names.PREFIX + found.name, found.facts, found.fetched_bytes)
+    return Subject(str(text), gguf_facts.read(model_names.locate(merged)))
+
+
+def measure(subject: Subject) -> Measured:
+    """Measure this machine, in about a second."""
+    facts = subject.facts
+    n_core = hardware.cores()
+    if not facts.is_moe:
+        drive = hardware.Drive(None, note="the model has no experts")
+    elif subject.is_remote:
+        drive = hardware.probe_folder(paths.models_dir(), hardware.request_bytes(facts))
+    else:
+        drive = hardware.probe_model(facts)
+    size = hardware.request_bytes(facts) if facts.is_moe else memory.CHUNK_BYTES
+    return Measured(
+        hardware.available_memory(), n_core, hardware.gpus(), drive, hardware.memory_rate(n_core), hardware.matmul_flops(),
+        hardware.page_cache_rate(size),
+    )  # fmt: skip
+
+
+def hit_model(subject: Subject, map_path: Path | None, trace_path: Path | None, wishes: Wishes, available: int) -> HitModel:
+    """From the best that is known of the model's routing: a trace, a map that is given, the kept one, or nothing.
+
+    Raises:
+        MoestreamError: the map or trace cannot be read, or is of another model.
+    """
+    facts = subject.facts
+    if not facts.is_moe:
+        return HitModel("assumed", "", {})
+    model = hits.assumed(facts)
+    router_map, name = None, ""
+    if map_path is not None:
+        router_map, name = maps.read(map_path), str(map_path)
+        _check_map(subject, map_path, router_map)
+    elif not subject.is_remote:
+        router_map = kept.read_for(facts, own := fingerprint(facts))
+        name = str(kept.path_of(own))
+    if router_map is not None and router_map.tokens > 0:
+        model = hits.of_map(facts, router_map, name)
+    if trace_path is None:
+        return model
+    trace = traces.read(trace_path)
+    if subject.is_remote:
+        raise MoestreamError(
+            f"--trace {trace_path}: the model is not here to be compared with it", hint="pull it first, or use --map"
+        )
+    check_fingerprint(facts, trace_path, trace.model, ((layer.layer, layer.n_expert) for layer in trace.layers))
+    around = memory.decide(facts, wishes, available).slots
+    counts = {min(max(round(around * f), facts.n_expert_used), facts.n_expert) for f in _REPLAY_POINTS}
+    runs = replaying.replay(trace_path, sorted(counts | {facts.n_expert_used, facts.n_expert}), policies=["lru"])
+    return hits.of_replay(model, runs, str(trace_path))
+
+
+def _check_map(subject: Subject, path: Path, router_map: maps.RouterMap) -> None:
+    layers = ((m.layer, m.n_expert) for m in router_map.layers)
+    if not subject.is_remote:
+        check_fingerprint(subject.facts, path, router_map.model, layers)
+        return
+    known = {il: subject.facts.layer_tensors(il)[0].n_expert for il in subject.facts.moe_layers}
+    if any(known.get(layer) != n for layer, n in layers):
+        raise MoestreamError(f"--map {path} is of another model: its layers differ", hint="leave it out")
+
+
+def _engine_uses_gpu() -> bool:
+    try:
+        return engines.in_use().backend != "cpu"
+    except MoestreamError:
+        return False  # none is built
+
+
+def machine_of(measured: Measured, ram: int | None, vram: int | None) -> Machine:
+    """What was measured, with what was given instead.
+
+    Raises:
+        MoestreamError: this system does not say how much memory there is.
+    """
+    if ram is None and measured.memory is None:
+        raise MoestreamError("this system does not say how much memory is available", hint="--ram SIZE")
+    available, limited_by = (
+        (ram, "--ram") if ram is not None else (measured.memory.available_bytes, measured.memory.limited_by)  # type: ignore[union-attr]
+    )
+    if vram is None and measured.gpus and _engine_uses_gpu():
+        vram = sum(gpu.free_bytes for gpu in measured.gpus)
+    return Machine(available, limited_by, measured.cores, measured.rates, vram)
+
+
+def _slots(text: str, facts: GgufFacts) -> int | None:
+    if text == "all":
+        return max(facts.n_expert, 1)
+    return int(text) if text.isdigit() else None
+
+
+def _command(subject: Subject, made: Plan, wishes: Wishes, ctx: int, parallel: int | None, moe_ram: str | None) -> str:
+    words = ["moestream", "start", "--model", subject.name, "--slots", str(made.memory.slots), "--ctx", str(ctx)]
+    if made.memory.slots == made.memory.n_expert:
+        words[5] = "all"
+    if parallel is not None:
+        words += ["--parallel", str(parallel)]
+    more = []
+    for flag, type_name in (("--cache-type-k", wishes.context.type_k), ("--cache-type-v", wishes.context.type_v)):
+        more += [flag, type_name.lower()] if type_name != "F16" else []
+    if moe_ram is not None and wishes.ram_tier_bytes and made.memory.slots < made.memory.n_expert:
+        more += ["--moe-ram", moe_ram]
+    return shlex.join([*words, *(["--", *more] if more else [])])
+
+
+def as_json(
+    subject: Subject, measured: Measured, machine: Machine, wishes: Wishes, made: Plan, target_tps: float | None
+) -> dict[str, Any]:
+    """The fields of ``moestream/plan/1``, without the command."""
+    facts, decided, context = subject.facts, made.memory, wishes.context
+    served = facts.moe_layers_served
+    in_slots = sum(min(decided.slots, facts.layer_tensors(il)[0].n_expert) for il in served)
+    all_experts = sum(facts.layer_tensors(il)[0].n_expert for il in served)
+    on_disk = max(0, all_experts - in_slots - made.ram_tier_experts)
+    served_bytes = sum(facts.layer_tensors(il)[0].n_expert * facts.bytes_per_slot(il) for il in served)
+    tier_bytes = max(0, decided.sizes.ram_bytes - memory.TENSOR_PAD)
+    return {
+        "model": {
+            "name": subject.name, "architecture": facts.architecture, "files": [str(f) for f in facts.files],
+            "remote": subject.is_remote, "header_bytes_fetched": subject.fetched_bytes, "total_bytes": facts.total_bytes,
+            "dense_bytes": facts.dense_bytes, "expert_bytes": facts.expert_bytes, "n_layer_moe": len(served),
+            "n_expert": facts.n_expert, "n_expert_used": facts.n_expert_used,
+            "layers": [{"layer": il, "n_expert": facts.layer_tensors(il)[0].n_expert, "expert_bytes": facts.bytes_per_slot(il)} for il in served],
+            "active_bytes_per_token": speed.active_bytes(facts),
+        },
+        "settings": {
+            "ctx_tokens": context.n_ctx, "parallel": context.n_seq, "unified_kv": context.unified,
+            "cache_type_k": context.type_k.lower(), "cache_type_v": context.type_v.lower(),
+            "ubatch": min(context.n_ubatch, context.n_ctx), "threads": machine.cores,
+        },
+        "hardware": measured.as_json(),
+        "memory": {
+            "available_bytes": machine.available_bytes, "limited_by": machine.limited_by, "usable_bytes": decided.usable_bytes,
+            "budgeted_bytes": decided.budgeted_bytes, "fits": decided.fits, "expected": decided.sizes.as_json(),
+            "vram_bytes": machine.vram_bytes, "dense_on_gpu": made.on_gpu,
+        },
+        "slots": decided.slots,
+        "staging": decided.staging,
+        "tiers": [
+            {"tier": "slots", "experts": in_slots, "bytes": decided.sizes.pool_bytes},
+            {"tier": "ram", "experts": made.ram_tier_experts, "bytes": tier_bytes},
+            {"tier": "page cache" if decided.cached else "disk", "experts": on_disk,
+             "bytes": max(0, served_bytes - decided.sizes.pool_bytes - tier_bytes)},
+        ],
+        "hit_rate_source": made.hits.source,
+        "hit_rate_words": made.hits.words,
+        "prediction": speed_json(made.speed),
+        "table": [row.as_json() for row in made.rows],
+        "target_tokens_per_s": target_tps,
+        "target_slots": made.target_slots,
+        "notices": list(made.notices),
+    }  # fmt: skip
+
+
+_USES = (
+    ("pool_bytes", "slots"), ("staging_bytes", "staging"), ("ram_bytes", "RAM tier"), ("guess_bytes", "guesses"),
+    ("bounce_bytes", "read buffers"), ("dense_bytes", "dense weights"), ("kv_bytes", "KV cache"), ("compute_bytes", "compute"),
+)  # fmt: skip
+_LIMITS = {
+    "disk": "the drive", "ram": "copies from memory to slots", "memory": "memory bandwidth", "compute": "arithmetic", "": "unknown",
+}  # fmt: skip
+
+
+def _rate(bytes_s: float | None) -> str:
+    return "not measured" if bytes_s is None else f"{bytes_s / 1e9:.2f} GB/s"
+
+
+def _tps(s: speed.Speed) -> str:
+    return "-" if s.tokens_per_s is None else f"{s.tokens_per_s:.2f}" if s.tokens_per_s < 100 else f"{s.tokens_per_s:.0f}"
+
+
+def as_text(data: dict[str, Any], made: Plan, measured: Measured) -> str:
+    """The plan for a person."""
+    model, mem, sizes, drive = data["model"], data["memory"], made.memory.sizes, measured.drive
+    experts = [layer["expert_bytes"] for layer in model["layers"]]
+    each = (
+        report.size(experts[0])
+        if min(experts) == max(experts)
+        else f"{report.size(min(experts))} to {report.size(max(experts))}"
+    )
+    where = (
+        f"{_rate(drive.bytes_s)} with {drive.in_flight} reads of {report.size(drive.request_bytes)} at a time"
+        if drive.bytes_s
+        else f"not measured: {drive.note}"
+    )
+    gpus = ", ".join(
+        f"{gpu.name} with {report.size(gpu.free_bytes)} of {report.size(gpu.total_bytes)} free" for gpu in measured.gpus
+    )
+    settings = data["settings"]
+    tiers = ", ".join(f"{tier['tier']} {tier['experts']} experts ({report.size(tier['bytes'])})" for tier in data["tiers"])
+    parts = ", ".join(f"{label} {report.size(getattr(sizes, key))}" for key, label in _USES if getattr(sizes, key))
+    s = made.speed
+    first = "-" if s.prompt_s is None else f"{s.prompt_s:.1f} s, limited by {_LIMITS[s.prompt_limit]}"
+    rows = [
+        ("model", f"{model['name']} ({model['architecture']}), {report.size(model['total_bytes'])}"),
+        ("experts", f"{model['n_expert']} in each of {model['n_layer_moe']} layers, {model['n_expert_used']} used per token, {each} each"),
+        ("header", f"{report.size(model['header_bytes_fetched'])} fetched" if model["remote"] else None),
+        ("memory", f"{report.size(mem['available_bytes'])} available ({mem['limited_by']}), {report.size(mem['usable_bytes'])} with a margin"),
+        ("GPUs", gpus or None),
+        ("drive", where),
+        ("speeds", f"memory copies {_rate(measured.memory_bytes_s)}, page cache {_rate(measured.cache_bytes_s)}, {measured.flops / 1e9:.0f} GFLOP/s on {measured.cores} cores"),
+        ("slots", f"{data['slots']} of {model['n_expert']} in each layer" + ("" if mem["fits"] else ", which do not fit")),
+        ("tiers", tiers),
+        ("takes", f"{report.size(sizes.total_bytes)}: {parts}"),
+        ("staging", f"{data['staging']}, ubatch {settings['ubatch']}, {settings['threads']} threads"),
+        ("context", f"{settings['ctx_tokens']} tokens, {settings['parallel']} at a time, KV {settings['cache_type_k']}/{settings['cache_type_v']}"),
+        ("hit rate", f"{s.hit_rate:.1%} ({made.hits.words})"),
+        ("decode", f"{_tps(s)} tok/s, limited by {_LIMITS[s.limit]}; {report.size(s.read_bytes)} read per token"),
+        ("first token", f"{first} (prompt of {speed.PROMPT_TOKENS})"),
+        *((("notice" if i == 0 else ""), text) for i, text in enumerate(made.notices)),
+    ]  # fmt: skip
+    head = ["slots", "memory", "hit rate", "MiB/token", "tok/s", "512 tokens", "limit", "fits"]
+    table = [
+        [
+            f"{row.slots}{' *' if row.slots == made.memory.slots else ''}", report.size(row.total_bytes), f"{row.speed.hit_rate:.1%}",
+            f"{row.speed.read_bytes / 2**20:.1f}", _tps(row.speed), "-" if row.speed.prompt_s is None else f"{row.speed.prompt_s:.1f} s",
+            row.speed.limit or "-", "yes" if row.fits else "no",
+        ]
+        for row in made.rows
+    ]  # fmt: skip
+    return f"{report.table(rows)}\n\n{text_table([head, *table])}\n\nstart with: {data['command']}"
+
+
+def plan_command(
+    subject: Subject, merged: Merged, *, ram: str | None, vram: str | None, slots: str | None, types: tuple[str, str],
+    moe_ram: str | None, map_path: Path | None, trace_path: Path | None, target_tps: float | None,
+) -> Result:  # fmt: skip
+    """Measure, plan, report.
+
+    Raises:
+        MoestreamError: see ``plan.make_plan`` and what reads the arguments.
+    """
+    facts = subject.facts
+    ctx = merged["ctx"]
+    if ctx is None:
+        ctx = min(DEFAULT_CTX_TOKENS, facts.n_ctx_train or DEFAULT_CTX_TOKENS)
+    ctx = ctx or facts.n_ctx_train
+    parallel = merged["parallel"]
+    wishes = Wishes(
+        ContextShape(ctx, parallel or 4, parallel is None, type_k=types[0], type_v=types[1]),
+        slots=_slots(slots if slots is not None else merged["slots"], facts),
+        ram_tier_bytes=0 if moe_ram is None else parse_tier(moe_ram),
+        repacked=hardware.repacked_types(),
+    )
+    ram_bytes = None if ram is None else parse_size("--ram", ram)
+    vram_bytes = None if vram is None else parse_size("--vram", vram)
+    measured = measure(subject)
+    machine = machine_of(measured, ram_bytes, vram_bytes)
+    if facts.is_moe and machine.rates.disk_bytes_s is not None and facts.expert_bytes >= memory.PROBE_BYTES_MIN:
+        wishes = replace(wishes, in_flight_expected=max(memory.DEFAULT_IN_FLIGHT, measured.drive.in_flight))
+    model = hit_model(subject, map_path, trace_path, wishes, machine.available_bytes)
+    made = make_plan(facts, machine, wishes, model, target_tps=target_tps)
+    data = as_json(subject, measured, machine, wishes, made, target_tps)
+    data["command"] = _command(subject, made, wishes, ctx, parallel, moe_ram)
+    return Result("plan", data, as_text(data, made, measured))
+
+
+# --- whether it came true --------------------------------------------------------------------------------------------
+
+
+def _record(port: int | None) -> ServerRecord:
+    store = RecordStore()
+    running = [r for r in store.all() if isinstance(r, ServerRecord) and r.server_alive and port in (None, r.port)]
+    if not running:
+        where = "" if port is None else f" on port {port}"
+        raise MoestreamError(f"no server{where} runs that moestream has started", hint="moestream start --model NAME --detach")
+    if len(running) > 1:
+        ports = ", ".join(str(r.port) for r in running)
+        raise MoestreamError(
+            f"{len(running)} servers run, on the ports {ports}", hint=f"name one of them: --port {running[0].port}"
+        )
+    return running[0]
+
+
+def _settings_of(record: ServerRecord, facts: GgufFacts, stats: Stats) -> Wishes:
+    """What a running server was started with."""
+    argv, raw = record.argv, stats.raw or {}
+    if raw.get("slots_requested") == "map":
+        raise MoestreamError(
+            "the server's slots are those of a router map, other ones in each layer, which is not planned",
+            hint="start it with --slots N",
+        )
+    parallel = value_after(argv, "-np", "--parallel")
+    shape = ContextShape(
+        int(value_after(argv, "-c", "--ctx-size") or 0) or facts.n_ctx_train,
+        int(parallel or 4), parallel is None or "-kvu" in argv or "--kv-unified" in argv,
+        int(value_after(argv, "-ub", "--ubatch-size") or 512),
+        (value_after(argv, "-ctk", "--cache-type-k") or "f16").upper(),
+        (value_after(argv, "-ctv", "--cache-type-v") or "f16").upper(),
+    )  # fmt: skip
+    tier = value_after(argv, "--moe-ram")
+    requested = str(raw.get("slots_requested"))
+    return Wishes(
+        shape, slots=_slots(requested, facts), ram_tier_bytes=0 if tier is None else parse_tier(tier),
+        staging=value_after(argv, "--moe-staging") or "auto", prefetch=value_after(argv, "--moe-prefetch") != "off",
+        repacked=hardware.repacked_types() if "--no-repack" not in argv else frozenset(),
+    )  # fmt: skip
+
+
+def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
+    """Hold a plan against a running server.
+
+    Raises:
+        MoestreamError: no server, one that does not stream, or a deviation beyond what counts as held.
+    """
+    record = _record(port)
+    subject = Subject(record.model, gguf_facts.read(Path(record.model)))
+    facts = subject.facts
+    with ServerClient(record.url, api_key=record.api_key, timeout_s=_COMPLETION_TIMEOUT_S) as client:
+        stats = client.stats()
+        if not stats.available or not stats.streaming:
+            raise MoestreamError(
+                f"the server on port {record.port} cannot be compared: {stats.reason or 'it streams no experts, or sleeps'}",
+                hint="start it with --slots auto, or send it a request first",
+            )
+        wishes = _settings_of(record, facts, stats)
+        rate, how = _decode_rate(client)
+        stats = client.stats()
+    raw = stats.raw or {}
+    measured = measure(subject)
+    machine = machine_of(measured, None, None)
+    # what the server has taken is not available any more
+    machine = replace(machine, available_bytes=machine.available_bytes + stats.memory.get("total_bytes", 0))
+    model = hit_model(subject, map_path, None, wishes, machine.available_bytes)
+    wanted = memory.decide(facts, wishes, machine.available_bytes).slots
+    real = int(raw["slots"])
+    made = make_plan(facts, machine, replace(wishes, slots=real), model)
+    known = replace(model, measured={real: dict.fromkeys(facts.moe_layers_served, stats.hit_rate or 0.0)})
+    with_real_hits = speed.predict(
+        facts, known, machine.rates, slots=real, ram_bytes=made.memory.sizes.ram_bytes, ubatch=wishes.context.n_ubatch,
+        cached=raw["io"]["mode"] == "buffered",
+    )  # fmt: skip
+    n_token = stats.total("tokens_decode") + stats.total("tokens_prefill")
+    deviations = [
+        checking.Deviation("slots", wanted, real, None if wishes.slots is None else 0.0),
+        *checking.memory(made.memory.sizes.as_json(), stats.memory),
+        checking.Deviation("hit_rate", made.speed.hit_rate, stats.hit_rate, None),
+        checking.Deviation("read_bytes_per_token", made.speed.read_bytes, stats.total("bytes_read") / n_token if n_token else None, None),
+        checking.Deviation("tokens_per_s", made.speed.tokens_per_s, rate, checking.SPEED_TOLERANCE),
+        checking.Deviation("tokens_per_s_at_reported_hits", with_real_hits.tokens_per_s, rate, None),
+    ]  # fmt: skip
+    wrong = checking.failed(deviations)
+    data = {
+        "port": record.port, "model": record.model, "held": not wrong, "hit_rate_source": model.source, "tokens_per_s_from": how,
+        "staging_predicted": made.memory.staging, "staging_reported": raw.get("staging"),
+        "deviations": [d.as_json() for d in deviations],
+    }  # fmt: skip
+    head = ["figure", "predicted", "reported", "deviation", "held"]
+    lines = [[d.name, _figure(d.name, d.predicted), _figure(d.name, d.reported), _percent(d), _held(d)] for d in deviations]
+    yield Result("plan-check", data, f"{text_table([head, *lines])}\n\nspeed from {how}; hit rate {model.words}")
+    if wrong:
+        raise MoestreamError(
+            f"the plan does not hold: {', '.join(d.name for d in wrong)}",
+            hint="docs/planning.md says what is assumed; a router map of your use (--map) makes hit rates real",
+        )
+
+
+def _decode_rate(client: ServerClient) -> tuple[float | None, str]:
+    counters = client.metrics()
+    tokens = counters.get("llamacpp:tokens_predicted_total", 0.0)
+    seconds = counters.get("llamacpp:tokens_predicted_seconds_total", 0.0)
+    if tokens >= CHECK_TOKENS and seconds > 0:
+        return tokens / seconds, f"/metrics, {tokens:.0f} tokens"
+    rate = client.decode_rate(_CHECK_PROMPT, CHECK_TOKENS)
+    return rate, f"a completion of {CHECK_TOKENS} tokens"
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_bytes") or name.startswith("read_bytes"):
+        return report.size(value)
+    return f"{value:.1%}" if name == "hit_rate" else f"{value:.0f}" if name == "slots" else f"{value:.2f}"
+
+
+def _percent(d: checking.Deviation) -> str:
+    return "-" if d.relative is None or d.relative == float("inf") else f"{d.relative:+.1%}"
+
+
+def _held(d: checking.Deviation) -> str:
+    return {True: "yes", False: f"no, beyond {d.tolerance or 0:.0%}", None: "-"}[d.held]
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="As for start; or hf:OWNER/REPO[:QUANT], of which the header alone is fetched."),
+    ] = None,
+    ram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Plan for so much memory.", show_default="what is free now")
+    ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Plan with so much GPU memory, for all but experts.", show_default="what the engine uses"
+        ),
+    ] = None,
+    slots: Annotated[
+        str | None, typer.Option(metavar="N|auto|all", help="Expert slots in each layer.", show_default="auto")
+    ] = None,
+    ctx: Annotated[int | None, typer.Option(min=0, metavar="N", help="Context in tokens, as for start.")] = None,
+    parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests served at a time.")] = None,
+    cache_type_k: Annotated[str, typer.Option(metavar="TYPE", help="Type of the K cache.")] = "f16",
+    cache_type_v: Annotated[str, typer.Option(metavar="TYPE", help="Type of the V cache.")] = "f16",
+    moe_ram: Annotated[
+        str | None, typer.Option(metavar="SIZE|auto|none", help="The RAM tier below the slots.", show_default="none")
+    ] = None,
+    map_: Annotated[
+        Path | None, typer.Option("--map", metavar="FILE", help="Hit rates from this router map.", show_default="the kept one")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Hit rates by replay of this trace.")] = None,
+    target_tps: Annotated[
+        float | None, typer.Option(metavar="X", help="Say from how many slots on so many tokens a second are reached.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Hold the plan against a server that runs.")] = False,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="N", help="With --check: which server.")] = None,
+) -> Iterator[Result]:
+    """Say what a start would do: slots, memory, speed, and what limits it. Reads headers, measures for a second, starts nothing."""
+    if check:
+        given = [("MODEL", model), ("--ram", ram), ("--vram", vram), ("--slots", slots), ("--ctx", ctx), ("--parallel", parallel),
+                 ("--moe-ram", moe_ram), ("--trace", trace), ("--target-tps", target_tps)]  # fmt: skip
+        if wrong := [flag for flag, value in given if value is not None]:
+            raise MoestreamError(
+                f"--check cannot be combined with {', '.join(wrong)}: the server's own settings count",
+                hint="leave them out",
+                exit_code=2,
+            )
+        yield from check_command(port, None if map_ is None else check_map(map_))
+        return
+    if port is not None:
+        raise MoestreamError(f"--port {port} does nothing without --check", hint="add --check, or leave it out", exit_code=2)
+    if model is None:
+        raise MoestreamError("no model is given", hint="moestream plan FILE, or moestream plan hf:OWNER/REPO", exit_code=2)
+    if target_tps is not None and not 0 < target_tps < float("inf"):
+        raise MoestreamError(f"--target-tps {target_tps:g}: expected a number above 0", hint="for example --target-tps 5")
+    types = (check_cache_type("--cache-type-k", cache_type_k), check_cache_type("--cache-type-v", cache_type_v))
+    if slots is not None:
+        slots = parse_slots(slots, ("auto", "all"))
+    merged = config.merge({"model": model, "ctx": ctx, "parallel": parallel}, os.environ, config.load())
+    yield plan_command(
+        subject_of(merged), merged, ram=ram, vram=vram, slots=slots, types=types, moe_ram=moe_ram,
+        map_path=None if map_ is None else check_map(map_), trace_path=trace, target_tps=target_tps,
+    )  # fmt: skip
