@@ -35,9 +35,9 @@ class Deviation:
     @property
     def held(self) -> bool | None:
         """None where it does not count, or cannot be told."""
-        if self.tolerance is None or self.relative is None:
+        if self.tolerance is None or self.predicted is None or self.reported is None:
             return None
-        return abs(self.relative) <= self.tolerance
+        return abs(self.predicted - self.reported) <= self.tolerance * abs(self.reported)
 
     def as_json(self) -> dict[str, Any]:
         relative = self.relative

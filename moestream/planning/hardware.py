@@ -253,7 +253,9 @@ def _measure(
         buffer = mmap.mmap(-1, request + 2 * _ALIGNMENT)  # begins at a page
         view = memoryview(buffer)
         try:
-            while time.perf_counter() - start < window_s:
+            first = True
+            while first or time.perf_counter() - start < window_s:
+                first = False
                 with lock:
                     file, offset, size = places[state["next"] % len(places)]
                     state["next"] += 1
@@ -278,7 +280,7 @@ def _measure(
     return state["bytes"] / (time.perf_counter() - start), state["next"]
 
 
-def page_cache_rate(request: int, limit_s: float = 0.15) -> float:
+def page_cache_rate(request: int, limit_s: float = 0.1) -> float:
     """Bytes a second that reads of this size give when the kernel has the pages, four of them under way; from a file in memory."""
     size = max(8 << 20, request)
     with contextlib.ExitStack() as stack:
@@ -298,7 +300,7 @@ def page_cache_rate(request: int, limit_s: float = 0.15) -> float:
 # --- memory and arithmetic -------------------------------------------------------------------------------------------
 
 
-def memory_rate(n_thread: int, limit_s: float = 0.2) -> float:
+def memory_rate(n_thread: int, limit_s: float = 0.12) -> float:
     """Bytes a second that so many threads copy within memory; what is read and what is written count once together.
 
     The best of several rounds: others may compute meanwhile.
@@ -319,7 +321,7 @@ def memory_rate(n_thread: int, limit_s: float = 0.2) -> float:
     return best
 
 
-def matmul_flops(limit_s: float = 0.2) -> float:
+def matmul_flops(limit_s: float = 0.12) -> float:
     """Floating-point operations a second of a matrix product (F32) by numpy, with the threads it takes by itself; the best of several."""
     import numpy as np
 

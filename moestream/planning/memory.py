@@ -217,7 +217,10 @@ def decide(facts: GgufFacts, wishes: Wishes, available_bytes: int, *, resident_e
     guesses = n_guess * max(_slab_bytes(facts, layer) for layer in facts.moe_layers)
     usable_bytes = usable(available_bytes)
 
-    wanted = None if wishes.slots is None else min(max(wishes.slots, 2), n_expert)
+    least = (
+        2 if any(t.type in wishes.repacked for t in facts.expert_tensors) else 1
+    )  # repacked kernels take no tensor of one expert
+    wanted = None if wishes.slots is None else min(max(wishes.slots, least), n_expert)
     for_experts = max(0, usable_bytes - resident)
     ring = wishes.staging == "ring"
     if wishes.staging == "auto":
