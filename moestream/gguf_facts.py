@@ -194,6 +194,11 @@ class GgufFacts:
         """Without those of MTP layers, which a server leaves in the file."""
         return tuple(layer for layer in self.moe_layers if layer < self.n_layer)
 
+    def n_expert_used_in(self, layer: int) -> int:
+        """Experts chosen for a token in one layer."""
+        value = self.metadata.get(f"{self.architecture}.expert_used_count")
+        return int(value[layer]) if isinstance(value, list) else self.n_expert_used
+
     def bytes_per_slot(self, layer: int) -> int:
         """Bytes that one slot of a layer holds: one expert's part of each of the layer's expert tensors."""
         return sum(t.bytes_per_expert for t in self.layer_tensors(layer))

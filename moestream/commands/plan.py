@@ -218,7 +218,9 @@ def _slots(text: str, facts: GgufFacts) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _command(subject: Subject, made: Plan, wishes: Wishes, ctx: int, parallel: int | None, moe_ram: str | None) -> str:
+def _command(
+    subject: Subject, made: Plan, wishes: Wishes, ctx: int, parallel: int | None, moe_ram: str | None, n_core: int
+) -> str:
     words = ["moestream", "start", "--model", subject.name, "--slots", str(made.memory.slots), "--ctx", str(ctx)]
     if made.memory.slots == made.memory.n_expert:
         words[5] = "all"
@@ -229,6 +231,8 @@ def _command(subject: Subject, made: Plan, wishes: Wishes, ctx: int, parallel: i
         more += [flag, type_name.lower()] if type_name != "F16" else []
     if moe_ram is not None and wishes.ram_tier_bytes and made.memory.slots < made.memory.n_expert:
         more += ["--moe-ram", moe_ram]
+    if n_core < hardware.default_threads():
+        more += ["-t", str(n_core)]
     return shlex.join([*words, *(["--", *more] if more else [])])
 
 
@@ -351,7 +355,7 @@ def as_text(data: dict[str, Any], made: Plan, measured: Measured) -> str:
 
 
 def plan_command(
-    subject: Subject, merged: Merged, *, ram: str | None, vram: str | None, slots: str | None, types: tuple[str, str],
+    subject: Subject, merged: Merged, *, ram: str | None, vram: str | None, slots: str | None, types: tuple[str | None, str | None],
     moe_ram: str | None, map_path: Path | None, trace_path: Path | None, target_tps: float | None,
 ) -> Result:  # fmt: skip
     """Measure, plan, report.
@@ -364,9 +368,16 @@ def plan_command(
     if ctx is None:
         ctx = min(DEFAULT_CTX_TOKENS, facts.n_ctx_train or DEFAULT_CTX_TOKENS)
     ctx = ctx or facts.n_ctx_train
-    parallel = merged["parallel"]
+    parallel, passed_on, notices = merged["parallel"], merged["llama_args"], []
+    type_k = types[0] or value_after(passed_on, "-ctk", "--cache-type-k") or "f16"
+    type_v = types[1] or value_after(passed_on, "-ctv", "--cache-type-v") or "f16"
+    if slots is None and merged["slots"] in ("map", "off"):
+        notices.append(f"slots: {merged['slots']} of {merged.settings['slots'].source} is not planned, auto is")
+    if subject.is_remote:
+        notices.append(f"it is not here: moestream pull {subject.name}")
+    types_known = check_cache_type("--cache-type-k", type_k), check_cache_type("--cache-type-v", type_v)
     wishes = Wishes(
-        ContextShape(ctx, parallel or 4, parallel is None, type_k=types[0], type_v=types[1]),
+        ContextShape(ctx, parallel or 4, parallel is None, type_k=types_known[0], type_v=types_known[1]),
         slots=_slots(slots if slots is not None else merged["slots"], facts),
         ram_tier_bytes=0 if moe_ram is None else parse_tier(moe_ram),
         repacked=hardware.repacked_types(),
@@ -375,12 +386,13 @@ def plan_command(
     vram_bytes = None if vram is None else parse_size("--vram", vram)
     measured = measure(subject)
     machine = machine_of(measured, ram_bytes, vram_bytes)
-    if facts.is_moe and machine.rates.disk_bytes_s is not None and facts.expert_bytes >= memory.PROBE_BYTES_MIN:
-        wishes = replace(wishes, in_flight_expected=max(memory.DEFAULT_IN_FLIGHT, measured.drive.in_flight))
+    if facts.is_moe and facts.expert_bytes >= memory.PROBE_BYTES_MIN:
+        wishes = replace(wishes, in_flight_expected=memory.in_flight_chosen(measured.drive.rates))
     model = hit_model(subject, map_path, trace_path, wishes, machine.available_bytes)
     made = make_plan(facts, machine, wishes, model, target_tps=target_tps)
+    made = replace(made, notices=(*made.notices, *notices))
     data = as_json(subject, measured, machine, wishes, made, target_tps)
-    data["command"] = _command(subject, made, wishes, ctx, parallel, moe_ram)
+    data["command"] = _command(subject, made, wishes, ctx, parallel, moe_ram, measured.cores)
     return Result("plan", data, as_text(data, made, measured))
 
 
@@ -421,7 +433,7 @@ def _settings_of(record: ServerRecord, facts: GgufFacts, stats: Stats) -> Wishes
     requested = str(raw.get("slots_requested"))
     return Wishes(
         shape, slots=_slots(requested, facts), ram_tier_bytes=0 if tier is None else parse_tier(tier),
-        staging=value_after(argv, "--moe-staging") or "auto", prefetch=value_after(argv, "--moe-prefetch") != "off",
+        staging=value_after(argv, "--moe-staging") or "auto", io=value_after(argv, "--moe-io") or "auto", prefetch=value_after(argv, "--moe-prefetch") != "off",
         repacked=hardware.repacked_types() if "--no-repack" not in argv else frozenset(),
     )  # fmt: skip
 
@@ -529,8 +541,8 @@ def plan(
     ] = None,
     ctx: Annotated[int | None, typer.Option(min=0, metavar="N", help="Context in tokens, as for start.")] = None,
     parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests served at a time.")] = None,
-    cache_type_k: Annotated[str, typer.Option(metavar="TYPE", help="Type of the K cache.")] = "f16",
-    cache_type_v: Annotated[str, typer.Option(metavar="TYPE", help="Type of the V cache.")] = "f16",
+    cache_type_k: Annotated[str | None, typer.Option(metavar="TYPE", help="Type of the K cache.", show_default="f16")] = None,
+    cache_type_v: Annotated[str | None, typer.Option(metavar="TYPE", help="Type of the V cache.", show_default="f16")] = None,
     moe_ram: Annotated[
         str | None, typer.Option(metavar="SIZE|auto|none", help="The RAM tier below the slots.", show_default="none")
     ] = None,
@@ -547,7 +559,7 @@ def plan(
     """Say what a start would do: slots, memory, speed, and what limits it. Reads headers, measures for a second, starts nothing."""
     if check:
         given = [("MODEL", model), ("--ram", ram), ("--vram", vram), ("--slots", slots), ("--ctx", ctx), ("--parallel", parallel),
-                 ("--moe-ram", moe_ram), ("--trace", trace), ("--target-tps", target_tps)]  # fmt: skip
+                 ("--moe-ram", moe_ram), ("--cache-type-k", cache_type_k), ("--cache-type-v", cache_type_v), ("--trace", trace), ("--target-tps", target_tps)]  # fmt: skip
         if wrong := [flag for flag, value in given if value is not None]:
             raise MoestreamError(
                 f"--check cannot be combined with {', '.join(wrong)}: the server's own settings count",
@@ -562,11 +574,13 @@ def plan(
         raise MoestreamError("no model is given", hint="moestream plan FILE, or moestream plan hf:OWNER/REPO", exit_code=2)
     if target_tps is not None and not 0 < target_tps < float("inf"):
         raise MoestreamError(f"--target-tps {target_tps:g}: expected a number above 0", hint="for example --target-tps 5")
-    types = (check_cache_type("--cache-type-k", cache_type_k), check_cache_type("--cache-type-v", cache_type_v))
+    for flag, value in (("--cache-type-k", cache_type_k), ("--cache-type-v", cache_type_v)):
+        if value is not None:
+            check_cache_type(flag, value)
     if slots is not None:
         slots = parse_slots(slots, ("auto", "all"))
     merged = config.merge({"model": model, "ctx": ctx, "parallel": parallel}, os.environ, config.load())
     yield plan_command(
-        subject_of(merged), merged, ram=ram, vram=vram, slots=slots, types=types, moe_ram=moe_ram,
+        subject_of(merged), merged, ram=ram, vram=vram, slots=slots, types=(cache_type_k, cache_type_v), moe_ram=moe_ram,
         map_path=None if map_ is None else check_map(map_), trace_path=trace, target_tps=target_tps,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -147,6 +148,11 @@ def cores(root: Path = Path("/")) -> int:
     return max(1, n)
 
 
+def default_threads() -> int:
+    """With how many threads llama.cpp computes when nobody says: it knows no quota."""
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
 def repacked_types(machine: str | None = None) -> frozenset[str]:
     """Types whose weights the engine's kernels want repacked here."""
     return REPACKED_ARM if (machine or platform.machine()).lower() in ("aarch64", "arm64") else REPACKED_X86
@@ -206,7 +212,7 @@ def probe_folder(folder: Path, size_bytes: int, limit_s: float = PROBE_S) -> Dri
         for name in names:
             with contextlib.suppress(OSError):
                 status = os.lstat(os.path.join(parent, name))
-                if os.path.stat.S_ISREG(status.st_mode) and status.st_size >= largest and status.st_dev == device:
+                if stat.S_ISREG(status.st_mode) and status.st_size >= largest and status.st_dev == device:
                     largest, path = status.st_size, Path(parent, name)
     if path is None:
         return Drive(None, note=f"no large file below {folder} to read from")

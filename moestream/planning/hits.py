@@ -100,14 +100,11 @@ class HitModel:
         return sum(1 - (1 - q) ** n_token for q in self.chosen[layer])
 
 
-def _n_used(facts: GgufFacts, layer: int) -> int:
-    value = facts.metadata.get(f"{facts.architecture}.expert_used_count")
-    return value[layer] if isinstance(value, list) else facts.n_expert_used
-
-
 def assumed(facts: GgufFacts) -> HitModel:
     """Nothing is known of the model's routing."""
-    chosen = {layer: zipf(facts.layer_tensors(layer)[0].n_expert, _n_used(facts, layer)) for layer in facts.moe_layers_served}
+    chosen = {
+        layer: zipf(facts.layer_tensors(layer)[0].n_expert, facts.n_expert_used_in(layer)) for layer in facts.moe_layers_served
+    }
     words = f"assumed: LRU, experts chosen as by Zipf's law with exponent {ZIPF_EXPONENT:g}, tokens independent of each other"
     return HitModel("assumed", words, chosen)
 
@@ -117,7 +114,7 @@ def of_map(facts: GgufFacts, router_map: RouterMap, name: str) -> HitModel:
     chosen = dict(assumed(facts).chosen)
     for m in router_map.layers:
         if m.layer in chosen:
-            chosen[m.layer] = from_counts(m.counts, _n_used(facts, m.layer))
+            chosen[m.layer] = from_counts(m.counts, facts.n_expert_used_in(m.layer))
     words = f"router map {name} of {router_map.tokens} tokens: LRU, tokens independent of each other"
     return HitModel("map", words, chosen)
 

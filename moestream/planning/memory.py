@@ -4,6 +4,7 @@ engine/budget.cpp, engine/ram-tier.cpp), in the same numbers, so that a plan say
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moestream.gguf_facts import GgufFacts
@@ -42,6 +43,7 @@ class Wishes:
         in_flight: reads at a time; None: the engine chooses.
         in_flight_expected: what it will probably choose.
         prefetch: whether there is room for guesses.
+        io: ``auto``, ``direct`` or ``buffered``.
         repacked: ggml types whose weights are repacked for the processor.
     """
 
@@ -52,6 +54,7 @@ class Wishes:
     in_flight: int | None = None
     in_flight_expected: int = DEFAULT_IN_FLIGHT
     prefetch: bool = True
+    io: str = "auto"
     repacked: frozenset[str] = REPACKED_X86
 
 
@@ -107,6 +110,18 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         return self.slots >= self.least_slots and self.budgeted_bytes <= self.usable_bytes
+
+
+def in_flight_chosen(rates: Mapping[int, float]) -> int:
+    """Reads under way that the engine takes by itself, from bytes a second by their number (``choose_io`` in engine/io-probe.cpp).
+
+    Another number than the usual one must be clearly faster, a smaller one much.
+    """
+    usual = rates.get(DEFAULT_IN_FLIGHT)
+    if usual is None:
+        return DEFAULT_IN_FLIGHT
+    able = [n for n in rates if n >= 2 and rates[n] > usual * (1.5 if n < DEFAULT_IN_FLIGHT else 1.15)]
+    return max(able, key=lambda n: rates[n], default=DEFAULT_IN_FLIGHT)
 
 
 def usable(available_bytes: int) -> int:
@@ -250,13 +265,14 @@ def decide(facts: GgufFacts, wishes: Wishes, available_bytes: int, *, resident_e
     tied_copy = facts.token_embd_bytes if facts.output_is_tied and facts.token_embd_type in wishes.repacked else 0
     in_flight = wishes.in_flight or wishes.in_flight_expected
     taken = facts.dense_bytes + slots_bytes(facts, slots) + (0 if is_all else staging + guesses + ram)
-    cached = facts.expert_bytes + taken <= available_bytes
+    holds_all = facts.expert_bytes + taken <= available_bytes
+    buffered = wishes.io == "buffered" or (wishes.io == "auto" and holds_all)
     sizes = Sizes(
         pool_bytes=pool,
         staging_bytes=0 if is_all else (ring_bytes if ring else 2 * real_half),
         ram_bytes=ram + TENSOR_PAD if ram else 0,
         guess_bytes=0 if is_all or not n_guess else guesses + TENSOR_PAD,
-        bounce_bytes=in_flight * (CHUNK_BYTES + 2 * (1 if cached else DIRECT_ALIGNMENT)),
+        bounce_bytes=in_flight * (CHUNK_BYTES + 2 * (1 if buffered else DIRECT_ALIGNMENT)),
         dense_bytes=facts.dense_bytes - facts.dense_bytes_mtp + tied_copy,
         kv_bytes=state.expected(facts, context),
         compute_bytes=compute_expected(facts, context),
@@ -271,7 +287,7 @@ def decide(facts: GgufFacts, wishes: Wishes, available_bytes: int, *, resident_e
         usable_bytes=usable_bytes,
         budgeted_bytes=resident + slots * slot_bytes + (0 if is_all else staging + guesses + tier),
         least_bytes=resident + least_extra + n_used * slot_bytes,
-        cached=cached,
+        cached=holds_all and buffered,
         sizes=sizes,
     )
 

@@ -65,7 +65,7 @@ def active_bytes(facts: GgufFacts) -> int:
     Of token embeddings one row alone is read, unless they are the output as well.
     """
     dense = facts.dense_bytes - facts.dense_bytes_mtp - (0 if facts.output_is_tied else facts.token_embd_bytes)
-    return dense + sum(facts.bytes_per_slot(layer) * facts.n_expert_used for layer in facts.moe_layers_served)
+    return dense + sum(facts.bytes_per_slot(layer) * facts.n_expert_used_in(layer) for layer in facts.moe_layers_served)
 
 
 def active_values(facts: GgufFacts) -> float:

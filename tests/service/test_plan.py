@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from fake_hub import FakeHub, Repo, fake_hub
 from malformed import STR, array, tiny, write_shards
 from service_harness import DEMO, ROOT, Home
+
+from moestream.upstream import engines
 
 ARR = 9
 DOC = ROOT / "docs" / "planning.md"
@@ -174,11 +177,12 @@ def test_settings_of_moestream_yaml(home: Home) -> None:
     folder = home.folder / "config"
     folder.mkdir()
     (folder / "moestream.yaml").write_text(
-        f"models:\n  coder:\n    model: {DEMO}\n    ctx: 512\n    parallel: 2\n    slots: 24\n"
+        f"models:\n  coder:\n    model: {DEMO}\n    ctx: 512\n    parallel: 2\n    slots: 24\n    llama_args: [-ctk, q8_0]\n"
     )
     answer = plan(home, "coder")
     assert (answer["settings"]["ctx_tokens"], answer["settings"]["parallel"], answer["slots"]) == (512, 2, 24)
-    assert plan(home, "coder", "--ctx", "256", "--slots", "8")["slots"] == 8
+    answer = plan(home, "coder", "--ctx", "256", "--slots", "8")
+    assert (answer["slots"], answer["settings"]["cache_type_k"], answer["notices"]) == (8, "q8_0", [])
 
 
 def test_a_map_says_what_is_hit(home: Home, tmp_path: Path) -> None:
@@ -207,8 +211,7 @@ def test_a_map_says_what_is_hit(home: Home, tmp_path: Path) -> None:
 # --- machines and servers ---
 
 
-def test_a_gpu_and_an_engine_for_the_cpu(home: Home, tmp_path: Path) -> None:
-    """What nvidia-smi says is told; an engine for the CPU does not use it."""
+def test_gpus_count_for_an_engine_that_uses_them(home: Home, tmp_path: Path) -> None:
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'NVIDIA X, 8192, 7000'\n")
@@ -217,6 +220,13 @@ def test_a_gpu_and_an_engine_for_the_cpu(home: Home, tmp_path: Path) -> None:
     answer = plan(home, str(DEMO))
     assert answer["hardware"]["gpus"] == [{"name": "NVIDIA X", "total_bytes": 8192 << 20, "free_bytes": 7000 << 20}]
     assert answer["memory"]["vram_bytes"] is None and answer["memory"]["dense_on_gpu"] is False
+    cpu = engines.read_engine(home.server.parents[1])
+    folder = cpu.path.with_name("fake-cuda")
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "llama-server").write_text("#!/bin/sh\n")
+    engines.write_description(replace(cpu, id=folder.name, path=folder, backend="cuda"), folder)
+    answer = plan(home, str(DEMO))
+    assert answer["memory"]["vram_bytes"] == 7000 << 20 and answer["memory"]["dense_on_gpu"] is True
 
 
 def test_check_of_a_server_that_reports_other_bytes(home: Home) -> None:

@@ -84,6 +84,20 @@ def test_prefetch_off_has_no_room_for_guesses(facts: GgufFacts) -> None:
     assert memory.decide(facts, Wishes(CONTEXT, slots=8, prefetch=False), 1 << 30).sizes.guess_bytes == 0
 
 
+def test_reads_under_way_as_the_engine_chooses_them() -> None:
+    assert memory.in_flight_chosen({}) == 4
+    assert memory.in_flight_chosen({1: 900, 2: 149, 4: 100, 8: 114}) == 4
+    assert memory.in_flight_chosen({1: 900, 2: 151, 4: 100, 8: 116}) == 2
+    assert memory.in_flight_chosen({1: 10, 2: 50, 4: 100, 8: 116}) == 8
+
+
+def test_direct_reads_though_the_page_cache_could_hold_all(facts: GgufFacts) -> None:
+    ways = {io: memory.decide(facts, Wishes(CONTEXT, slots=8, io=io), 1 << 30) for io in ("auto", "direct", "buffered")}
+    assert [ways[io].cached for io in ways] == [True, False, True]
+    assert ways["direct"].sizes.bounce_bytes > ways["auto"].sizes.bounce_bytes
+    assert not memory.decide(facts, Wishes(CONTEXT, slots=8, io="buffered"), 40 * MIB).cached
+
+
 # --- state ---
 
 
