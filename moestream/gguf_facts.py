@@ -11,6 +11,7 @@ The format is that of ``ggml/src/gguf.cpp``, versions 2 and 3, little endian.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import struct
@@ -130,7 +131,8 @@ class GgufFacts:
         routers: sorted by layer; some architectures have none of this name.
         tensor_bytes: all weights.
         dense_bytes_mtp: of the weights that are no experts, those of MTP layers.
-        token_embd_bytes, token_embd_type: of ``token_embd.weight``; 0 and empty where it is missing.
+        dense_values: numbers in those weights, without MTP layers and token embeddings.
+        token_embd_bytes, token_embd_values, token_embd_type: of ``token_embd.weight``; 0 and empty where it is missing.
         output_is_tied: whether logits come from the token embeddings, there being no ``output.weight``.
         metadata: the header's keys; strings, numbers and arrays up to 4096 entries. Longer arrays (the vocabulary) are left
             out.
@@ -157,7 +159,9 @@ class GgufFacts:
     tensor_bytes: int
     n_tensor: int
     dense_bytes_mtp: int = 0
+    dense_values: int = 0
     token_embd_bytes: int = 0
+    token_embd_values: int = 0
     token_embd_type: str = ""
     output_is_tied: bool = False
     metadata: dict[str, Any] = field(repr=False, default_factory=dict)
@@ -707,6 +711,15 @@ def _facts(files: tuple[Path, ...], headers: list[_Header]) -> GgufFacts:
         tensor_bytes=sum(t.size_bytes for h in headers for t in h.tensors),
         n_tensor=len(seen),
         dense_bytes_mtp=dense_mtp,
+        dense_values=sum(
+            math.prod(t.shape)
+            for h in headers
+            for t in h.tensors
+            if not EXPERT_TENSOR.fullmatch(t.name)
+            and t is not embeddings
+            and not ((block := BLOCK_TENSOR.match(t.name)) and int(block[1]) >= n_layer_all - n_layer_mtp)
+        ),
+        token_embd_values=math.prod(embeddings.shape) if embeddings else 0,
         token_embd_bytes=embeddings.size_bytes if embeddings else 0,
         token_embd_type=embeddings.type if embeddings else "",
         output_is_tied=embeddings is not None and "output.weight" not in seen,

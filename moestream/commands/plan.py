@@ -75,10 +75,11 @@ class Measured:
     memory_bytes_s: float
     flops: float
     cache_bytes_s: float
+    prompt_flops: float
 
     @property
     def rates(self) -> Rates:
-        return Rates(self.drive.bytes_s, self.memory_bytes_s, self.flops, self.cache_bytes_s)
+        return Rates(self.drive.bytes_s, self.memory_bytes_s, self.flops, self.cache_bytes_s, self.prompt_flops)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -90,6 +91,7 @@ class Measured:
             "memory_bytes_s": self.memory_bytes_s,
             "flops": self.flops,
             "page_cache_bytes_s": self.cache_bytes_s,
+            "prompt_flops": self.prompt_flops,
         }
 
 
@@ -140,9 +142,10 @@ def measure(subject: Subject) -> Measured:
     else:
         drive = hardware.probe_model(facts)
     size = hardware.request_bytes(facts) if facts.is_moe else memory.CHUNK_BYTES
+    columns = hardware.prompt_columns(facts, speed.PROMPT_TOKENS) if facts.is_moe else 1
     return Measured(
-        hardware.available_memory(), n_core, hardware.gpus(), drive, hardware.memory_rate(n_core), hardware.matmul_flops(),
-        hardware.page_cache_rate(size),
+        hardware.available_memory(), n_core, hardware.gpus(), drive, hardware.memory_rate(n_core), hardware.matmul_flops(n_core),
+        hardware.page_cache_rate(size), hardware.matmul_flops(n_core, columns),
     )  # fmt: skip
 
 
@@ -331,7 +334,7 @@ def as_text(data: dict[str, Any], made: Plan, measured: Measured) -> str:
         ("memory", f"{report.size(mem['available_bytes'])} available ({mem['limited_by']}), {report.size(mem['usable_bytes'])} with a margin"),
         ("GPUs", gpus or None),
         ("drive", where),
-        ("speeds", f"memory copies {_rate(measured.memory_bytes_s)}, page cache {_rate(measured.cache_bytes_s)}, {measured.flops / 1e9:.0f} GFLOP/s on {measured.cores} cores"),
+        ("speeds", f"memory copies {_rate(measured.memory_bytes_s)}, page cache {_rate(measured.cache_bytes_s)}, {measured.flops / 1e9:.0f} GFLOP/s, {measured.prompt_flops / 1e9:.0f} with a prompt's tokens an expert, on {measured.cores} cores"),
         ("slots", f"{data['slots']} of {model['n_expert']} in each layer" + ("" if mem["fits"] else ", which do not fit")),
         ("tiers", tiers),
         ("takes", f"{report.size(sizes.total_bytes)}: {parts}"),

@@ -327,16 +327,28 @@ def memory_rate(n_thread: int, limit_s: float = 0.12) -> float:
     return best
 
 
-def matmul_flops(limit_s: float = 0.12) -> float:
-    """Floating-point operations a second of a matrix product (F32) by numpy, with the threads it takes by itself; the best of several."""
+def matmul_flops(n_core: int, columns: int = 64, limit_s: float = 0.1) -> float:
+    """Floating-point operations a second of matrix products (F32): what one core does at best, times the cores.
+
+    The matrices are so small that BLAS computes each with one thread: its threads for larger ones wait for each other, and where somebody else
+    computes too that is all that would be measured.
+
+    Args:
+        columns: of what 64 rows and columns of weights are multiplied with.
+    """
     import numpy as np
 
-    n = 768
-    a = np.ones((n, n), np.float32)
-    _ = a @ a  # its threads start
+    n_matrix, n = 64, 64
+    a, b = np.ones((n_matrix, n, n), np.float32), np.ones((n, min(columns, n)), np.float32)
+    out = a @ b
     best, start = 0.0, time.perf_counter()
     while not best or time.perf_counter() - start < limit_s:
         round_start = time.perf_counter()
-        _ = a @ a
-        best = max(best, 2 * n**3 / (time.perf_counter() - round_start))
-    return best
+        np.matmul(a, b, out=out)
+        best = max(best, 2 * a.size * b.shape[1] / (time.perf_counter() - round_start))
+    return best * n_core
+
+
+def prompt_columns(facts: GgufFacts, n_token: int) -> int:
+    """Tokens of a batch that an expert has on average."""
+    return max(1, n_token * facts.n_expert_used // facts.n_expert)

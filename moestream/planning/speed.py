@@ -22,7 +22,8 @@ class Rates:
     Attributes:
         disk_bytes_s: direct reads of the size of an expert's matrix.
         memory_bytes_s: bytes copied within memory, all cores.
-        flops: of a large matrix product (F32), all cores.
+        flops: of matrix products (F32), all cores.
+        prompt_flops: with as many columns as a prompt has tokens for an expert; None: as flops.
         cache_bytes_s: reads of the same size from the page cache; None: as memory_bytes_s.
     """
 
@@ -30,6 +31,7 @@ class Rates:
     memory_bytes_s: float
     flops: float
     cache_bytes_s: float | None = None
+    prompt_flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,17 @@ def active_bytes(facts: GgufFacts) -> int:
     return dense + sum(facts.bytes_per_slot(layer) * facts.n_expert_used_in(layer) for layer in facts.moe_layers_served)
 
 
-def active_values(facts: GgufFacts) -> float:
-    """Weights among them, taken as of the experts' type throughout."""
-    bits = facts.expert_tensors[0].bytes_per_expert * 8 / (facts.expert_tensors[0].shape[0] * facts.expert_tensors[0].shape[1])
-    return active_bytes(facts) * 8 / bits
+def active_values(facts: GgufFacts) -> int:
+    """Numbers among them: a token takes twice as many operations."""
+    return (
+        facts.dense_values
+        + (facts.token_embd_values if facts.output_is_tied else 0)
+        + sum(
+            facts.n_expert_used_in(layer) * t.shape[0] * t.shape[1]
+            for layer in facts.moe_layers_served
+            for t in facts.layer_tensors(layer)
+        )
+    )
 
 
 def predict(
@@ -141,7 +150,7 @@ def _prompt(
         n_expert = facts.layer_tensors(layer)[0].n_expert
         in_memory = min(1.0, (slots + share * max(0, n_expert - slots)) / n_expert)
         read += model.touched(layer, n_token) * (1 - in_memory) * facts.bytes_per_slot(layer) * n_batch
-    compute_s = 2 * active_values(facts) * PROMPT_TOKENS / rates.flops
+    compute_s = 2 * active_values(facts) * PROMPT_TOKENS / (rates.prompt_flops or rates.flops)
     bandwidth = (rates.cache_bytes_s or rates.memory_bytes_s) if cached else rates.disk_bytes_s
     if read > 0 and not bandwidth:
         return None, ""

@@ -131,5 +131,7 @@ def test_drive_of_a_file_that_ends_is_an_error_that_is_told(tmp_path: Path) -> N
 
 def test_rates_are_positive() -> None:
     assert hardware.memory_rate(2, limit_s=0.01) > 0
-    assert hardware.matmul_flops(limit_s=0.01) > 0
+    # a wide product is never slower than a narrow one, and cores add up
+    narrow, wide = hardware.matmul_flops(1, 1, limit_s=0.01), hardware.matmul_flops(1, limit_s=0.01)
+    assert wide > narrow > 0 and hardware.matmul_flops(1000, 1, limit_s=0.01) > wide
     assert hardware.page_cache_rate(20736, limit_s=0.01) > 0

@@ -233,6 +233,12 @@ def test_time_of_a_token_is_its_parts(facts: GgufFacts) -> None:
     assert speed.active_bytes(facts) == facts.dense_bytes + 8 * 6 * 62208  # its output is its token embeddings
 
 
+def test_numbers_of_a_token_s_weights(facts: GgufFacts) -> None:
+    """Of each tensor in its own type: 8 layers of attention, router and norms, the tied output, and 6 experts."""
+    layer = 384 * (6 + 2 + 2) * 64 + 6 * 64 * 384 + 64 * 384 + 2 * 384 + 2 * 64
+    assert speed.active_values(facts) == 8 * (layer + 6 * 3 * 384 * 96) + 384 + 8192 * 384
+
+
 def test_what_limits(facts: GgufFacts) -> None:
     assert predict(facts, replace(RATES, disk_bytes_s=1e7)).limit == "disk"
     assert predict(facts, slots=64).limit == "memory"
@@ -240,6 +246,8 @@ def test_what_limits(facts: GgufFacts) -> None:
     assert predict(facts, replace(RATES, cache_bytes_s=1e7), cached=True).limit == "ram"
     assert predict(facts, replace(RATES, disk_bytes_s=1e7)).prompt_limit == "disk"
     assert predict(facts, replace(RATES, flops=1e9)).prompt_limit == "compute"
+    slow = predict(facts, replace(RATES, prompt_flops=1e9))
+    assert slow.prompt_limit == "compute" and slow.limit == predict(facts).limit
 
 
 def test_a_drive_that_is_not_measured_gives_no_speed(facts: GgufFacts) -> None:
