@@ -76,6 +76,15 @@ class Measured:
     flops: float
     cache_bytes_s: float
     prompt_flops: float
+    load: float
+
+    @property
+    def busy(self) -> str | None:
+        """What to say when others compute: speeds then are those of what is left, and vary."""
+        if self.load <= self.cores / 2:
+            return None
+        n = f"{self.load:.1f} threads wanted to compute in the last minute, on {self.cores} cores"
+        return f"the machine is busy: {n}; neither what is measured nor what a server reports is what it can do alone"
 
     @property
     def rates(self) -> Rates:
@@ -92,6 +101,7 @@ class Measured:
             "flops": self.flops,
             "page_cache_bytes_s": self.cache_bytes_s,
             "prompt_flops": self.prompt_flops,
+            "load": self.load,
         }
 
 
@@ -134,7 +144,7 @@ def subject_of(merged: Merged) -> Subject:
 def measure(subject: Subject) -> Measured:
     """Measure this machine, in about a second."""
     facts = subject.facts
-    n_core = hardware.cores()
+    n_core, load = hardware.cores(), hardware.load()
     if not facts.is_moe:
         drive = hardware.Drive(None, note="the model has no experts")
     elif subject.is_remote:
@@ -145,7 +155,7 @@ def measure(subject: Subject) -> Measured:
     columns = hardware.prompt_columns(facts, speed.PROMPT_TOKENS) if facts.is_moe else 1
     return Measured(
         hardware.available_memory(), n_core, hardware.gpus(), drive, hardware.memory_rate(n_core), hardware.matmul_flops(n_core),
-        hardware.page_cache_rate(size), hardware.matmul_flops(n_core, columns),
+        hardware.page_cache_rate(size), hardware.matmul_flops(n_core, columns), load,
     )  # fmt: skip
 
 
@@ -393,7 +403,7 @@ def plan_command(
         wishes = replace(wishes, in_flight_expected=memory.in_flight_chosen(measured.drive.rates))
     model = hit_model(subject, map_path, trace_path, wishes, machine.available_bytes)
     made = make_plan(facts, machine, wishes, model, target_tps=target_tps)
-    made = replace(made, notices=(*made.notices, *notices))
+    made = replace(made, notices=(*made.notices, *notices, *filter(None, [measured.busy])))
     data = as_json(subject, measured, machine, wishes, made, target_tps)
     data["command"] = _command(subject, made, wishes, ctx, parallel, moe_ram, measured.cores)
     return Result("plan", data, as_text(data, made, measured))
@@ -458,10 +468,11 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
                 hint="start it with --slots auto, or send it a request first",
             )
         wishes = _settings_of(record, facts, stats)
+        load = hardware.load()  # the completion below is load, too
         rate, how = _decode_rate(client)
         stats = client.stats()
     raw = stats.raw or {}
-    measured = measure(subject)
+    measured = replace(measure(subject), load=load)
     machine = machine_of(measured, None, None)
     # what the server has taken is not available any more
     machine = replace(machine, available_bytes=machine.available_bytes + stats.memory.get("total_bytes", 0))
@@ -486,12 +497,13 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
     wrong = checking.failed(deviations)
     data = {
         "port": record.port, "model": record.model, "held": not wrong, "hit_rate_source": model.source, "tokens_per_s_from": how,
-        "staging_predicted": made.memory.staging, "staging_reported": raw.get("staging"),
+        "notices": list(filter(None, [measured.busy])), "staging_predicted": made.memory.staging, "staging_reported": raw.get("staging"),
         "deviations": [d.as_json() for d in deviations],
     }  # fmt: skip
+    busy = f"\nnotice: {measured.busy}" if measured.busy else ""
     head = ["figure", "predicted", "reported", "deviation", "held"]
     lines = [[d.name, _figure(d.name, d.predicted), _figure(d.name, d.reported), _percent(d), _held(d)] for d in deviations]
-    yield Result("plan-check", data, f"{text_table([head, *lines])}\n\nspeed from {how}; hit rate {model.words}")
+    yield Result("plan-check", data, f"{text_table([head, *lines])}\n\nspeed from {how}; hit rate {model.words}{busy}")
     if wrong:
         raise MoestreamError(
             f"the plan does not hold: {', '.join(d.name for d in wrong)}",

@@ -148,6 +148,14 @@ def cores(root: Path = Path("/")) -> int:
     return max(1, n)
 
 
+def load() -> float:
+    """Threads that wanted to compute, on average of the last minute; 0 where the system does not say."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return 0.0
+
+
 def default_threads() -> int:
     """With how many threads llama.cpp computes when nobody says: it knows no quota."""
     return psutil.cpu_count(logical=False) or os.cpu_count() or 1

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from moestream.cli import main
+from moestream.commands.plan import Measured, check_cache_type, parse_tier
+from moestream.planning.hardware import Drive
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "moestream-demo-q4_0.gguf"
 
@@ -60,3 +62,14 @@ def test_what_cannot_work(capsys: pytest.CaptureFixture[str]) -> None:
         and "hint: what would do: " in err
     )
     assert "--slots 5: too few" in refused(capsys, 1, str(DEMO), "--slots", "5")[1]
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(0.0, False), (2.0, False), (2.1, True)])
+def test_a_busy_machine_is_told(load: float, is_busy: bool) -> None:
+    measured = Measured(None, 4, [], Drive(None), 1e9, 1e9, 1e9, 1e9, load)
+    assert (measured.busy is not None) == is_busy
+
+
+def test_cache_types_and_tiers_as_the_engine_reads_them() -> None:
+    assert check_cache_type("--cache-type-k", "Q8_0") == check_cache_type("--cache-type-k", "q8_0") == "Q8_0"
+    assert (parse_tier("none"), parse_tier("AUTO"), parse_tier("1.5 GiB")) == (0, -1, 3 << 29)
