@@ -408,7 +408,6 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     bool         maps_dense = false;
     ggml_backend_buffer_ptr repack_view; // of the pool's memory
 
-    ggml_tensor *    staging = nullptr;
     ggml_tensor *    ram     = nullptr; // the RAM tier's slabs
     ggml_tensor *    guesses = nullptr; // entries for experts that are guessed
     bool         with_devices = false; // the model may use some
@@ -1341,7 +1340,7 @@ static void refuse_on_device(const moe_stream & moe) {
     }
     const char * const below = moe.ram_wanted != 0 ? "--moe-ram" : moe.prefetch == moe::prefetch_kind::on ? "--moe-prefetch on" : nullptr;
     if (below) {
-        throw std::runtime_error(format("%s is for experts on the cpu, these are on %s; hint: leave it out, or --cpu-moe", below, where.c_str()));
+        throw std::runtime_error(format("%s is for experts on the cpu, these are on %s; hint: leave out %s, or --cpu-moe", below, where.c_str(), below));
     }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -56,6 +57,10 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
         stats_.layers.push_back(std::move(s));
         n_expert_max = std::max(n_expert_max, d.n_expert);
         n_part_max   = std::max(n_part_max, d.parts.size());
+        if (d.at && (opt.ram || opt.guesses || opt.n_ring > 0)) {
+            fprintf(stderr, "stream: layer %d has its slots in a storage, which takes nothing from memory of the processor's\n", d.layer);
+            abort();
+        }
         for (const expert_part & part : d.parts) {
             if (opt.check && d.at && part.expert_bytes > scratch_bytes.size()) {
                 scratch_bytes.resize(part.expert_bytes);
@@ -944,7 +949,7 @@ void stream::guess(int32_t i_layer, const int32_t * experts, int32_t n) {
             const expert_part & part = l.desc.parts[k];
             uint8_t * dst = in_entry(i_free, l.desc, k);
             if (opt.poison) {
-                fill_in(l.desc.at, dst, 0xff, part.expert_bytes);
+                memset(dst, 0xff, part.expert_bytes);
             }
             scratch_transfers.push_back({ i_free, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, dst, nullptr, part.convert, &g.landings[k] });
         }

@@ -106,6 +106,7 @@ REFUSED = {
     "auto for some layers": (["--moe-slots", "auto", "-ngl", "4"], "--moe-slots auto cannot share memory out between CUDA0 and other places; hint: --moe-slots N"),
     "auto and a context too large": (["--moe-slots", "auto", "-ngl", "99", "-c", "100000000"], "--moe-slots auto: 6 slots a layer, the fewest there can be, take"),
     "ring": (["--moe-slots", "8", "-ngl", "99", "--moe-staging", "ring"], "--moe-staging ring is for experts on the cpu, these are on CUDA0; hint: --moe-staging full, or --cpu-moe"),
+    "RAM tier": (["--moe-slots", "8", "-ngl", "99", "--moe-ram", "64MiB"], "--moe-ram is for experts on the cpu, these are on CUDA0; hint: leave out --moe-ram, or --cpu-moe"),
     "two places": (["--moe-slots", "8", "-ngl", "99", "-ot", "ffn_gate_exps=CPU"], "the experts of layer 0 are in two places, 'blk.0.ffn_gate_exps.weight' on MoE_Pool and 'blk.0.ffn_up_exps.weight' on MoE_Pool_CUDA0"),
     "split-mode row": (["--moe-slots", "8", "-ngl", "99", "--split-mode", "row"], "--moe-slots cannot be combined with --split-mode row"),
 }  # fmt: skip
