@@ -20,11 +20,11 @@ from moestream.upstream import engines
 ARR = 9
 DOC = ROOT / "docs" / "planning.md"
 KIB = 1 << 10
-PADDING = 8 << 20  # behind the weights that a plan needs nothing of
+PADDING = 24 << 20  # behind the weights that a plan needs nothing of
 
 
 def with_vocabulary(n_token: int) -> bytes:
-    """The tiny model with a long vocabulary, and some megabytes of weights."""
+    """The tiny model with a long vocabulary, and some tens of megabytes of weights."""
     model = tiny()
     model.kv["tokenizer.ggml.tokens"] = (ARR, array(STR, [f"token {i:08d}" for i in range(n_token)]))
     widest = model.tensors[-1]
@@ -64,7 +64,7 @@ def plan(home: Home, *arguments: str) -> dict[str, Any]:
 
 
 def test_the_header_alone_is_fetched(home: Home, hub: FakeHub) -> None:
-    data = with_vocabulary(40_000)
+    data = with_vocabulary(250_000)
     end = data.index(b"big.weight") + 100  # the last of the header
     hub.repos["org/big-GGUF"] = Repo({"big-Q4_K_M.gguf": data, "mmproj-F16.gguf": b"no model"})
     answer = plan(home, "hf:org/big-GGUF")
@@ -74,7 +74,7 @@ def test_the_header_alone_is_fetched(home: Home, hub: FakeHub) -> None:
     assert answer["model"]["remote"] is True and answer["model"]["name"] == "hf:org/big-GGUF:Q4_K_M"
     assert answer["model"]["total_bytes"] == len(data)
     sizes = [int(b) + 1 - int(a) for a, b in (re.findall(r"\d+", text) for text in hub.ranges())]
-    assert sizes[0] == 64 * KIB and sizes == sorted(sizes) and len(set(sizes)) > 2  # they grow
+    assert sizes[0] == 64 * KIB and sizes[:-1] == sorted(sizes[:-1]) and max(sizes) == 2 << 20  # they grow, to a limit
     assert "moestream start --model hf:org/big-GGUF:Q4_K_M" in answer["command"]
     assert not (home.folder / "data" / "models").exists()
 

@@ -68,6 +68,13 @@ def test_v2_smallest_of_the_groups_around(tmp_path: Path) -> None:
     assert root.memory() == Memory(150 * MIB, "cgroup /a")
 
 
+def test_v2_wide_groups_around_a_narrow_one_and_more_than_there_is(tmp_path: Path) -> None:
+    root = Root(tmp_path, 900 * MIB, V2_LINE).v2("/a/b", 100 * MIB, 10 * MIB).v2("/a", 500 * MIB, 10 * MIB)
+    assert root.memory() == Memory(90 * MIB, "cgroup /a/b")
+    root.file("proc/meminfo", f"MemAvailable: {50 * 1024} kB\n")
+    assert root.memory() == Memory(50 * MIB, "MemAvailable")
+
+
 def test_v2_root_of_a_container(tmp_path: Path) -> None:
     root = Root(tmp_path, 900 * MIB, "0::/\n").v2("", 100 * MIB, 40 * MIB)
     assert root.memory() == Memory(60 * MIB, "cgroup /")
