@@ -158,3 +158,16 @@ def test_nothing_of_the_weights_stays_in_the_page_cache(home: Home, demo_copy: P
     drop_from_cache(demo_copy)
     assert home.run("plan", demo_copy).returncode == 0
     assert sum(cached_pages(demo_copy)) * PAGE < 1 << 20
+
+
+def test_hit_rates_of_a_replayed_trace(home: Home, demo: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "t.trace"
+    text = "The purpose of this manual is to describe"
+    assert home.run("trace", "record", demo, "--out", trace, "--text", text, "--tokens", "40", "--slots", "64").returncode == 0
+    replayed = json.loads(home.run("trace", "replay", trace, "--slots", "16", "--policy", "lru", "--json").stdout)["runs"][0]
+    answer = json.loads(home.run("plan", demo, "--slots", "16", "--trace", trace, "--json").stdout)
+    assert answer["hit_rate_source"] == "replay"
+    # the one is a mean of layers, the other of accesses, of which the last layer has fewer
+    assert answer["prediction"]["hit_rate"] == pytest.approx(replayed["hit_rate"], abs=0.03)
+    rates = [row["hit_rate"] for row in answer["table"]]
+    assert rates == sorted(rates) and rates[-1] == 1.0
