@@ -39,7 +39,7 @@ from moestream.server.arguments import (
     MAX_IO_THREADS,
     MAX_WARM_S,
     check_io_threads,
-    check_ram,
+    check_ram_tier,
     check_top_k,
     check_warm,
     parse_slots,
@@ -111,10 +111,10 @@ _IoThreads = Annotated[
 _TopK = Annotated[int, AfterValidator(_checked(check_top_k)), WithJsonSchema({"type": "integer", "minimum": 0})]
 _Text = Annotated[str, StringConstraints(min_length=1), AfterValidator(_plain)]
 _Argument = Annotated[str, BeforeValidator(_argument), AfterValidator(_plain), WithJsonSchema({"type": ["string", "number"]})]
-_Ram = Annotated[
+_RamTier = Annotated[
     str,
     BeforeValidator(_word),
-    AfterValidator(_checked(check_ram)),
+    AfterValidator(_checked(check_ram_tier)),
     WithJsonSchema(
         {"anyOf": [{"type": "string", "pattern": "^[0-9]"}, {"type": "integer", "minimum": 1}, {"enum": ["auto", "none"]}]}
     ),
@@ -137,7 +137,7 @@ class Options(BaseModel):
     io: Literal["auto", "direct", "buffered"] = Field(default=None)
     policy: Literal["lru", "lfu", "heat"] = Field(default=None)
     overlap: _Switch = Field(default=None)
-    ram: _Ram = Field(default=None)
+    ram_tier: _RamTier = Field(default=None)
     prefetch: Literal["auto", "on", "off"] = Field(default=None)
     map: _Text = Field(default=None)
     kept_map: bool = Field(default=None)
@@ -181,7 +181,7 @@ _GIVE_WAY: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "slots",
         lambda v: v == "off",
-        ("io_threads", "io", "policy", "overlap", "ram", "prefetch", "map", "learn", "router_top_k", "warm", "kept_map"),
+        ("io_threads", "io", "policy", "overlap", "ram_tier", "prefetch", "map", "learn", "router_top_k", "warm", "kept_map"),
     ),
     ("kept_map", lambda v: True, ("map", "router_top_k")),
     ("map", lambda v: True, ("kept_map",)),

@@ -117,13 +117,13 @@ def check_cache_type(flag: str, value: str) -> str:
 
 
 def parse_tier(value: str) -> int:
-    """``--moe-ram`` as the engine reads it: bytes, ``RAM_AUTO``, or 0 for none.
+    """``--ram-tier`` as the engine reads it: bytes, ``RAM_AUTO``, or 0 for none.
 
     Raises:
         MoestreamError: it is no size.
     """
     words = {"none": 0, "auto": RAM_AUTO}
-    return words[value.lower()] if value.lower() in words else parse_size("--moe-ram", value)
+    return words[value.lower()] if value.lower() in words else parse_size("--ram-tier", value)
 
 
 def subject_of(merged: Merged) -> Subject:
@@ -232,7 +232,7 @@ def _slots(text: str, facts: GgufFacts) -> int | None:
 
 
 def _command(
-    subject: Subject, made: Plan, wishes: Wishes, ctx: int, parallel: int | None, moe_ram: str | None, n_core: int
+    subject: Subject, made: Plan, wishes: Wishes, ctx: int, parallel: int | None, ram_tier: str | None, n_core: int
 ) -> str:
     words = ["moestream", "start", "--model", subject.name, "--slots", str(made.memory.slots), "--ctx", str(ctx)]
     if made.memory.slots == made.memory.n_expert:
@@ -242,8 +242,8 @@ def _command(
     more = []
     for flag, type_name in (("--cache-type-k", wishes.context.type_k), ("--cache-type-v", wishes.context.type_v)):
         more += [flag, type_name.lower()] if type_name != "F16" else []
-    if moe_ram is not None and wishes.ram_tier_bytes and made.memory.slots < made.memory.n_expert:
-        more += ["--moe-ram", moe_ram]
+    if ram_tier is not None and wishes.ram_tier_bytes and made.memory.slots < made.memory.n_expert:
+        words += ["--ram-tier", ram_tier]
     if n_core < hardware.default_threads():
         more += ["-t", str(n_core)]
     return shlex.join([*words, *(["--", *more] if more else [])])
@@ -369,7 +369,7 @@ def as_text(data: dict[str, Any], made: Plan, measured: Measured) -> str:
 
 def plan_command(
     subject: Subject, merged: Merged, *, ram: str | None, vram: str | None, slots: str | None, types: tuple[str | None, str | None],
-    moe_ram: str | None, map_path: Path | None, trace_path: Path | None, target_tps: float | None,
+    ram_tier: str | None, map_path: Path | None, trace_path: Path | None, target_tps: float | None,
 ) -> Result:  # fmt: skip
     """Measure, plan, report.
 
@@ -392,7 +392,7 @@ def plan_command(
     wishes = Wishes(
         ContextShape(ctx, parallel or 4, parallel is None, type_k=types_known[0], type_v=types_known[1]),
         slots=_slots(slots if slots is not None else merged["slots"], facts),
-        ram_tier_bytes=0 if moe_ram is None else parse_tier(moe_ram),
+        ram_tier_bytes=0 if ram_tier is None else parse_tier(ram_tier),
         repacked=hardware.repacked_types(),
     )
     ram_bytes = None if ram is None else parse_size("--ram", ram)
@@ -405,7 +405,7 @@ def plan_command(
     made = make_plan(facts, machine, wishes, model, target_tps=target_tps)
     made = replace(made, notices=(*made.notices, *notices, *filter(None, [measured.busy])))
     data = as_json(subject, measured, machine, wishes, made, target_tps)
-    data["command"] = _command(subject, made, wishes, ctx, parallel, moe_ram, measured.cores)
+    data["command"] = _command(subject, made, wishes, ctx, parallel, ram_tier, measured.cores)
     return Result("plan", data, as_text(data, made, measured))
 
 
@@ -558,7 +558,7 @@ def plan(
     parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests served at a time.")] = None,
     cache_type_k: Annotated[str | None, typer.Option(metavar="TYPE", help="Type of the K cache.", show_default="f16")] = None,
     cache_type_v: Annotated[str | None, typer.Option(metavar="TYPE", help="Type of the V cache.", show_default="f16")] = None,
-    moe_ram: Annotated[
+    ram_tier: Annotated[
         str | None, typer.Option(metavar="SIZE|auto|none", help="The RAM tier below the slots.", show_default="none")
     ] = None,
     map_: Annotated[
@@ -574,7 +574,7 @@ def plan(
     """Say what a start would do: slots, memory, speed, and what limits it. Reads headers, measures for a second, starts nothing."""
     if check:
         given = [("MODEL", model), ("--ram", ram), ("--vram", vram), ("--slots", slots), ("--ctx", ctx), ("--parallel", parallel),
-                 ("--moe-ram", moe_ram), ("--cache-type-k", cache_type_k), ("--cache-type-v", cache_type_v), ("--trace", trace), ("--target-tps", target_tps)]  # fmt: skip
+                 ("--ram-tier", ram_tier), ("--cache-type-k", cache_type_k), ("--cache-type-v", cache_type_v), ("--trace", trace), ("--target-tps", target_tps)]  # fmt: skip
         if wrong := [flag for flag, value in given if value is not None]:
             raise MoestreamError(
                 f"--check cannot be combined with {', '.join(wrong)}: the server's own settings count",
@@ -596,6 +596,6 @@ def plan(
         slots = parse_slots(slots, ("auto", "all"))
     merged = config.merge({"model": model, "ctx": ctx, "parallel": parallel}, os.environ, config.load())
     yield plan_command(
-        subject_of(merged), merged, ram=ram, vram=vram, slots=slots, types=(cache_type_k, cache_type_v), moe_ram=moe_ram,
+        subject_of(merged), merged, ram=ram, vram=vram, slots=slots, types=(cache_type_k, cache_type_v), ram_tier=ram_tier,
         map_path=None if map_ is None else check_map(map_), trace_path=trace, target_tps=target_tps,
     )  # fmt: skip

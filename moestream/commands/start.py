@@ -430,7 +430,7 @@ def start(
     io: Annotated[Io | None, typer.Option(help="How experts are read.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
     overlap: Annotated[Switch | None, typer.Option(help="Compute with what is there while experts are read.")] = None,
-    ram: Annotated[
+    ram_tier: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE|auto|none",
@@ -496,7 +496,7 @@ def start(
         model = rest.pop(0)
     given = {
         "model": model, "slots": slots, "ctx": ctx, "host": host, "port": port, "parallel": parallel, "io_threads": io_threads,
-        "io": io and io.value, "policy": policy and policy.value, "overlap": overlap and overlap.value, "ram": ram, "prefetch": prefetch and prefetch.value, "map": map_,
+        "io": io and io.value, "policy": policy and policy.value, "overlap": overlap and overlap.value, "ram_tier": ram_tier, "prefetch": prefetch and prefetch.value, "map": map_,
         "kept_map": kept_map, "learn": learn and learn.value, "router_top_k": router_top_k, "warm": warm, "backend": backend,
         "detach": detach_, "ready_timeout": ready_timeout,
     }  # fmt: skip
@@ -523,7 +523,7 @@ def settings_of(merged: config.Merged, extra: Sequence[str]) -> ServerSettings:
     return ServerSettings(
         model=model_names.locate(merged), slots=parse_slots(merged["slots"]), ctx=merged["ctx"], host=merged["host"],
         port=merged["port"], parallel=merged["parallel"], io_threads=merged["io_threads"], io=merged["io"],
-        policy=merged["policy"], overlap=merged["overlap"], ram=merged["ram"], prefetch=merged["prefetch"], map=None if merged["map"] is None else check_map(Path(merged["map"])),
+        policy=merged["policy"], overlap=merged["overlap"], ram_tier=merged["ram_tier"], prefetch=merged["prefetch"], map=None if merged["map"] is None else check_map(Path(merged["map"])),
         kept_map=merged["kept_map"], learn=merged["learn"], router_top_k=merged["router_top_k"],
         warm=None if merged.settings["warm"].source == config.DEFAULT else merged["warm"],
         extra=(*merged["llama_args"], *extra),

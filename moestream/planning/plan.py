@@ -187,7 +187,7 @@ def _refusal(facts: GgufFacts, machine: Machine, wishes: Wishes, decided: Memory
         if smaller.slots >= smaller.least_slots:
             ways.append("--cache-type-k q8_0 --cache-type-v q8_0")
     if wishes.ram_tier_bytes:
-        ways.append("no --moe-ram")
+        ways.append("no --ram-tier")
     ways.append(f"{report.size(need)} of memory")
     return MoestreamError(
         f"{decided.least_slots} slots a layer, what one token uses, need {report.size(decided.least_bytes)}, and with a margin "

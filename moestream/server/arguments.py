@@ -30,7 +30,7 @@ _OWNED: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("--moe-io",), "--io"),
     (("--moe-policy",), "--policy"),
     (("--moe-overlap",), "--overlap"),
-    (("--moe-ram",), "--ram"),
+    (("--moe-ram",), "--ram-tier"),
     (("--moe-prefetch",), "--prefetch"),
     (("--moe-map",), "--map"),
     (("--moe-map-pin",), "--router-top-k"),
@@ -58,7 +58,7 @@ class ServerSettings:
         io: ``auto``, ``direct`` or ``buffered`` reads.
         policy: who is evicted: ``lru``, ``lfu`` or ``heat``.
         overlap: ``on`` or ``off``: whether a layer computes with what is there while experts are read.
-        ram: memory below the slots, for experts that lost theirs: a size, ``auto`` for what is left, or ``none``.
+        ram_tier: memory below the slots, for experts that lost theirs: a size, ``auto`` for what is left, or ``none``.
         prefetch: ``auto``, ``on`` or ``off``: whether experts are read ahead that the next layer will probably choose.
         map: the model's router map.
         kept_map: whether to start with the router map that is kept of the model; None: unless another one is given. False: nothing is
@@ -80,7 +80,7 @@ class ServerSettings:
     io: str | None = None
     policy: str | None = None
     overlap: str | None = None
-    ram: str | None = None
+    ram_tier: str | None = None
     prefetch: str | None = None
     map: Path | None = None
     kept_map: bool | None = None
@@ -142,14 +142,14 @@ def check_warm(value: str) -> str:
     return value
 
 
-def check_ram(value: str) -> str:
+def check_ram_tier(value: str) -> str:
     """Refuse what the engine would refuse later.
 
     Raises:
         MoestreamError: neither ``auto`` nor ``none`` nor a size.
     """
     if value not in ("auto", "none"):
-        parse_size("--ram", value)
+        parse_size("--ram-tier", value)
     return value
 
 
@@ -204,7 +204,7 @@ def _streaming_flags(settings: ServerSettings) -> list[tuple[str, str, int | str
         ("--io", "--moe-io", settings.io),
         ("--policy", "--moe-policy", settings.policy),
         ("--overlap", "--moe-overlap", settings.overlap),
-        ("--ram", "--moe-ram", settings.ram),
+        ("--ram-tier", "--moe-ram", settings.ram_tier),
         ("--prefetch", "--moe-prefetch", settings.prefetch),
         ("--map", "--moe-map", settings.map and str(settings.map)),
         ("--router-top-k", "--moe-map-pin", settings.router_top_k),
@@ -224,8 +224,8 @@ def check_streaming_flags(settings: ServerSettings) -> None:
         check_io_threads(settings.io_threads)
     if settings.warm is not None:
         check_warm(settings.warm)
-    if settings.ram is not None:
-        check_ram(settings.ram)
+    if settings.ram_tier is not None:
+        check_ram_tier(settings.ram_tier)
     if top_k is not None:
         check_top_k(top_k)
     if settings.map is not None and settings.kept_map is not None:

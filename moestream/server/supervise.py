@@ -236,7 +236,8 @@ def in_our_words(hint: str) -> str:
     """A hint of the engine with the flags of ``moestream start``: its own ones are refused after ``--``."""
     hint = hint.replace("leave out --moe-slots", "serve without streaming: --slots off").replace("(-c)", "(--ctx)")
     hint = re.sub(r"--moe-map-pin(?![-\w])", "--router-top-k", hint)
-    return re.sub(r"--moe-(slots|io-threads|io|policy|overlap|ram|prefetch|map|warm)(?![-\w])", r"--\1", hint)
+    hint = re.sub(r"--moe-ram(?![-\w])", "--ram-tier", hint)
+    return re.sub(r"--moe-(slots|io-threads|io|policy|overlap|prefetch|map|warm)(?![-\w])", r"--\1", hint)
 
 
 # What llama-server prints when it gives up, and what to make of it.

@@ -166,11 +166,11 @@ def test_json_is_as_documented(home: Home) -> None:
 
 
 def test_text_names_the_figures(home: Home) -> None:
-    done = home.run("plan", str(DEMO), "--slots", "16", "--ram", "1GiB", "--moe-ram", "4MiB", "--cache-type-k", "q8_0")
+    done = home.run("plan", str(DEMO), "--slots", "16", "--ram", "1GiB", "--ram-tier", "4MiB", "--cache-type-k", "q8_0")
     assert done.returncode == 0 and done.stderr == ""
     assert "16 of 64 in each layer" in done.stdout and "\n16 *" in done.stdout and "assumed" in done.stdout
     assert "start with: moestream start" in done.stdout
-    assert done.stdout.rstrip().endswith("--slots 16 --ctx 2048 -- --cache-type-k q8_0 --moe-ram 4MiB")
+    assert done.stdout.rstrip().endswith("--slots 16 --ctx 2048 --ram-tier 4MiB -- --cache-type-k q8_0")
 
 
 def test_settings_of_moestream_yaml(home: Home) -> None:

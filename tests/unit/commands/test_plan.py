@@ -39,7 +39,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> t
         (("--check", "--port", "7"), 1, "no server on port 7 runs"),
         ((str(DEMO), "--ram", "much"), 1, "--ram much: expected a size"),
         ((str(DEMO), "--vram", "-1"), 1, "--vram -1: expected a size"),
-        ((str(DEMO), "--moe-ram", "some"), 1, "--moe-ram some: expected a size"),
+        ((str(DEMO), "--ram-tier", "some"), 1, "--ram-tier some: expected a size"),
         ((str(DEMO), "--slots", "map"), 1, "--slots map: expected"),
         ((str(DEMO), "--cache-type-k", "q3"), 1, "--cache-type-k q3: expected f32, f16"),
         ((str(DEMO), "--target-tps", "0"), 1, "--target-tps 0: expected a number above 0"),

@@ -71,7 +71,7 @@ models:
     io: direct
     policy: heat
     overlap: off
-    ram: 4GiB
+    ram_tier: 4GiB
     prefetch: off
     map: m.json
     router_top_k: 4
@@ -86,7 +86,7 @@ models:
     small = read.document.models["small-1.0"]
     assert small.model_dump(exclude_unset=True) == {
         "model": "m.gguf", "slots": "32", "ctx": 0, "parallel": 2, "io_threads": 8, "io": "direct", "policy": "heat",
-        "overlap": "off", "ram": "4GiB", "prefetch": "off", "map": "m.json", "router_top_k": 4, "learn": "on", "warm": "off", "backend": "cpu", "detach": True,
+        "overlap": "off", "ram_tier": "4GiB", "prefetch": "off", "map": "m.json", "router_top_k": 4, "learn": "on", "warm": "off", "backend": "cpu", "detach": True,
         "llama_args": ["--threads", "8", "--temp", "0.5"],
     }  # fmt: skip
     assert read.document.models["7b"].model_dump(exclude_unset=True) == {"kept_map": False, "slots": "all"}
@@ -123,7 +123,7 @@ def test_nothing(project: Callable[[str], Path], text: str) -> None:
         ("defaults:\n  warm: 1:30", "2:9", "defaults.warm: --warm 1:30: expected off, or a number of seconds up to 86400"),
         ("defaults:\n  io_threads: 257", "2:15", "defaults.io_threads: --io-threads 257: expected a number from 1 to 256"),
         ("defaults:\n  router_top_k: -1", "2:17", "defaults.router_top_k: --router-top-k -1: expected a number of experts"),
-        ("defaults:\n  ram: much", "2:8", "defaults.ram: --ram much: expected a size"),
+        ("defaults:\n  ram_tier: much", "2:13", "defaults.ram_tier: --ram-tier much: expected a size"),
         ("defaults:\n  overlap: true", "2:12", "defaults.overlap is true: expected 'on' or 'off'"),
         ("defaults:\n  policy: mru", "2:11", "defaults.policy is 'mru': expected 'lru', 'lfu' or 'heat'"),
         ("defaults:\n  kept_map: off", "2:13", "defaults.kept_map is 'off': expected true or false"),

@@ -182,7 +182,7 @@ def test_no_way_is_named_that_does_not_help(facts: GgufFacts) -> None:
 
 
 def test_a_ram_tier_that_takes_the_slots_memory(facts: GgufFacts) -> None:
-    assert "no --moe-ram" in refusal(facts, 70 * MIB, Wishes(CONTEXT, ram_tier_bytes=60 * MIB)).hint
+    assert "no --ram-tier" in refusal(facts, 70 * MIB, Wishes(CONTEXT, ram_tier_bytes=60 * MIB)).hint
 
 
 def test_too_few_slots(facts: GgufFacts) -> None:

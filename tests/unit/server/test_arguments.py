@@ -24,7 +24,7 @@ def test_defaults() -> None:
 def test_everything() -> None:
     settings = ServerSettings(
         model=Path("m.gguf"), slots="32", ctx=0, host="::1", port=81, parallel=4, io_threads=8, io="direct",
-        policy="lfu", overlap="off", ram="4GiB", prefetch="on", map=Path("/maps/m.json"), router_top_k=3, warm="off", extra=("--alias", "x"),
+        policy="lfu", overlap="off", ram_tier="4GiB", prefetch="on", map=Path("/maps/m.json"), router_top_k=3, warm="off", extra=("--alias", "x"),
     )  # fmt: skip
     assert build_argv(SERVER, settings) == [
         "/engine/bin/llama-server", "-m", "m.gguf", "--moe-slots", "32", "--moe-io-threads", "8", "--moe-io",
@@ -46,7 +46,7 @@ def test_slots_off_passes_nothing_of_ours() -> None:
         ({"io": "direct"}, "--io direct"),
         ({"policy": "lru"}, "--policy lru"),
         ({"overlap": "on"}, "--overlap on"),
-        ({"ram": "auto"}, "--ram auto"),
+        ({"ram_tier": "auto"}, "--ram-tier auto"),
         ({"prefetch": "off"}, "--prefetch off"),
         ({"map": Path("m.json")}, "--map m.json"),
         ({"warm": "off"}, "--warm off"),
@@ -114,7 +114,7 @@ def test_io_threads_at_the_ends_of_the_range(number: int) -> None:
         ("--moe-io-threads", "--io-threads"),
         ("--moe_policy", "--policy"),
         ("--moe-overlap", "--overlap"),
-        ("--moe-ram", "--ram"),
+        ("--moe-ram", "--ram-tier"),
         ("--moe-prefetch", "--prefetch"),
         ("--metrics", "--metrics"),
         ("--reuse-port", "--reuse-port"),
@@ -166,5 +166,5 @@ def test_words_for_slots() -> None:
 
 @pytest.mark.parametrize("ram", ["", "much", "-1", "4 GiB x", "0", "٣"])
 def test_a_ram_tier_that_is_no_size_is_refused(ram: str) -> None:
-    with pytest.raises(MoestreamError, match=r"^--ram .*: expected a size"):
-        build_argv(SERVER, replace(PLAIN, ram=ram))
+    with pytest.raises(MoestreamError, match=r"^--ram-tier .*: expected a size"):
+        build_argv(SERVER, replace(PLAIN, ram_tier=ram))
