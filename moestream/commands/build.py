@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from moestream.progress import Bar
 from moestream.result import Result
 from moestream.upstream import build as building
-
-
-class _Bar:
-    """Progress on stderr: a bar on a terminal, a line each tenth elsewhere."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._bar: Progress | None = None
-        self._tenth = -1
-        self._text = ""
-
-    def __enter__(self) -> _Bar:
-        if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("", total=None)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def step(self, text: str) -> None:
-        self._text = text
-        if self._bar:
-            self._bar.reset(self._task, description=text, total=None)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def progress(self, done: int, total: int) -> None:
-        if self._bar:
-            self._bar.update(self._task, completed=done, total=total)
-        elif done * 10 // max(total, 1) != self._tenth:
-            self._tenth = done * 10 // max(total, 1)
-            print(f"{self._text}: {done} of {total}", file=sys.stderr, flush=True)
-
-    def note(self, text: str) -> None:
-        self._console.print(f"note: {text}", markup=False, soft_wrap=True)
 
 
 def build(
@@ -85,7 +44,7 @@ def build(
 ) -> Result:
     """Fetch the pinned llama.cpp, patch it and build it for this machine. What is built is not built again."""
     start_s = time.monotonic()
-    with _Bar() as bar:
+    with Bar(of_bytes=False) as bar:
         outcome = building.build(
             backend=backend, source=source, targets=target or (), jobs=jobs, clean=clean, web_ui=ui,
             cmake_args=cmake_arg or (), cuda_archs=cuda_archs or (), portable=portable, test_series=test_series, reporter=bar,

@@ -3,61 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from moestream.errors import MoestreamError
+from moestream.progress import Bar
 from moestream.result import Result
 from moestream.upstream import engines
 from moestream.upstream.releases import resolve_origin
-
-
-class _Bar:
-    """Progress on stderr: a bar on a terminal, a line each tenth elsewhere."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._bar: Progress | None = None
-        self._tenth = -1
-        self._text = ""
-
-    def __enter__(self) -> _Bar:
-        if self._console.is_terminal:
-            columns = (
-                *(TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)),
-                *(TransferSpeedColumn(), TimeRemainingColumn()),
-            )
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("", total=None)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def step(self, text: str) -> None:
-        self._text = text
-        if self._bar:
-            self._bar.remove_task(self._task)  # a reset would keep the last step's size
-            self._task = self._bar.add_task(text, total=None)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
-        if self._bar:
-            self._bar.update(self._task, completed=done_bytes, total=total_bytes)
-        elif done_bytes * 10 // total_bytes != self._tenth:
-            self._tenth = done_bytes * 10 // total_bytes
-            print(f"{self._text}: {done_bytes >> 20} of {total_bytes >> 20} MiB", file=sys.stderr, flush=True)
-
-    def note(self, text: str) -> None:
-        self._console.print(f"note: {text}", markup=False, soft_wrap=True)
 
 
 def download_bins(
@@ -76,7 +31,7 @@ def download_bins(
 
     start_s = time.monotonic()
     where = resolve_origin(release, origin, os.environ)
-    with _Bar() as bar:
+    with Bar(of_bytes=True) as bar:
         outcome = bins.install(where, backend=backend, reporter=bar)
         for id, reasons in outcome.passed_over.items():
             bar.note(f"passed over {id}: {'; '.join(reasons)}")

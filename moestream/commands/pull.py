@@ -2,61 +2,39 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from moestream.errors import MoestreamError
 from moestream.models import names
 from moestream.models.pull import pull as pull_model
 from moestream.models.store import Entry
+from moestream.progress import Bar
 from moestream.result import Result
 from moestream.server import report
 from moestream.server.supervise import notice
 
 
-class _Bar:
-    """Progress on stderr: a bar on a terminal, a line each tenth elsewhere."""
-
+class _Bar(Bar):
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._bar: Progress | None = None
-        self._text, self._done, self._total, self._tenth = "", 0, 0, -1
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        super().__init__(of_bytes=True)
+        self._done, self._total = 0, 0
 
     def step(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self.say(text)
 
     def begin(self, text: str, done_bytes: int, total_bytes: int) -> None:
         self._text, self._done, self._total = text, done_bytes, total_bytes
+        self._tenth = done_bytes * 10 // max(total_bytes, 1)
         went_on = f", {report.size(done_bytes)} are there already" if done_bytes else ""
-        self.step(f"{text}: {report.size(total_bytes)}{went_on}")
-        if self._console.is_terminal:
-            columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-            self._bar = Progress(TextColumn("{task.description}"), *columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("", total=total_bytes, completed=done_bytes)
-            self._bar.start()
-        else:
-            self._tenth = done_bytes * 10 // max(total_bytes, 1)
+        self.say(f"{text}: {report.size(total_bytes)}{went_on}")
 
     def advance(self, n_bytes: int) -> None:
         self._done += n_bytes
-        if self._bar:
-            self._bar.update(self._task, completed=self._done)
-        elif (tenth := self._done * 10 // max(self._total, 1)) != self._tenth:
-            self._tenth = tenth
-            print(f"{self._text}: {report.size(self._done)} of {report.size(self._total)}", file=sys.stderr, flush=True)
+        self.progress(self._done, self._total)
 
 
 def pull(
