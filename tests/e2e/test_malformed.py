@@ -6,6 +6,7 @@ malformed.py makes them; what Python says of the same files is in tests/unit/tes
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -35,22 +36,33 @@ class Ended:
     resident_kib: int
 
 
+def peak_kib(pid: int) -> int:
+    """The largest that the process was since it became its program; the kernel's accounts at its end also know what it was forked from."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    return int(peak[1]) if peak and os.path.realpath(f"/proc/{pid}/exe") != os.path.realpath(sys.executable) else 0
+
+
 def end_of(program: str, model: Path | str, log: Path, *more: str, slots: str = "4") -> Ended:
     """Run to the end, in at most DEADLINE_S."""
     command = [tool(program), "-m", model, "--moe-slots", slots, "--no-repack", *ARGUMENTS[program], *more]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment())
     end = time.monotonic() + DEADLINE_S
+    resident_kib = 0
     try:
-        while not (found := os.wait4(process.pid, os.WNOHANG))[0]:
+        while process.poll() is None:
+            resident_kib = max(resident_kib, peak_kib(process.pid))
             assert time.monotonic() < end, f"{program} does not end: {log.read_text(errors='replace')}"
             time.sleep(0.003)
-        process.returncode = os.waitstatus_to_exitcode(found[1])
     finally:
         if process.returncode is None:
             process.kill()
             process.wait()
-    return Ended(process.returncode, log.read_text(errors="replace"), found[2].ru_maxrss)
+    return Ended(process.returncode, log.read_text(errors="replace"), resident_kib)
 
 
 def refusal(program: str, model: Path | str, log: Path, *more: str) -> str:

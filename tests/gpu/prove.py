@@ -34,7 +34,7 @@ TIMEOUT_S = 200
 STRICT = {"MOESTREAM_POISON": "1", "MOESTREAM_CHECK": "1"}
 LINE = re.compile(
     r"(?P<verdict>ok|FAIL.*?) T=(?P<ubatch>\d+) slots=(?P<slots>\d+)/(?P<n_expert>\d+) pool_bytes=(?P<pool_bytes>\d+)"
-    r" evictions=(?P<evictions>\d+) misses=(?P<misses>\d+) hits=(?P<hits>\d+) via_slots=(?P<via_slots>\d+) via_staging=(?P<via_staging>\d+)"
+    r" evictions=(?P<evictions>\d+) misses=(?P<misses>\d+) hits=(?P<hits>\d+) via_slots=(?P<via_slots>\d+) via_staging=(?P<via_staging>\d+)( ram_hits=\d+ guess_hits=\d+)?"
 )
 
 

@@ -47,11 +47,11 @@ def test_a_model_of_the_configuration_and_arguments_for_the_server(home: Home) -
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"models:\n  small:\n    model: {DEMO}\n    slots: 12\n    policy: lfu\n    port: 1\n    host: 0.0.0.0\n")
     arguments = ("bench", "small", "--vs", "stock", "--warm", "--runs", "1", "--tokens", "4", "--json", "--")
-    done = home.run(*arguments, "--moe-ram", "1G", "-t", "1")
+    done = home.run(*arguments, "--moe-staging", "ring", "-t", "1")
     assert done.returncode == 0, done.stderr
     argv = {side: " ".join(facts["argv"]) for side, facts in json.loads(done.stdout)["sides"].items()}
     assert "--moe-slots 12 --moe-policy lfu --moe-warm off" in argv["moestream 12 slots"]
-    assert argv["moestream 12 slots"].endswith("--moe-ram 1G -t 1")
+    assert argv["moestream 12 slots"].endswith("--moe-staging ring -t 1")
     assert "--moe" not in argv["stock"] and argv["stock"].endswith("-np 1 -t 1")
     assert all("--host 127.0.0.1" in line and "--port 1 " not in line for line in argv.values()), "for nobody else, on any port"
 

@@ -617,7 +617,7 @@ def test_what_the_command_prints(site, target, tmp_path):
     ]  # fmt: skip
     assert f"downloading moestream-{ENGINE.id}.tar.xz: 0 of 0 MiB" in stderr.splitlines()
     stdout, _ = cli_process(tmp_path, "engines").communicate(timeout=60)
-    assert stdout == f"* {ENGINE.id}  built 2026-01-02, 1 programs, without web page\n"
+    assert stdout == f"* {ENGINE.id}  cpu, built 2026-01-02, 1 programs, without web page\n"
     stdout, _ = cli_process(tmp_path, "download-bins", "--from", site.url, "--json").communicate(timeout=60)
     data = json.loads(stdout)
     assert data.pop("elapsed_s") >= 0
