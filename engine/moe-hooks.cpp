@@ -1409,9 +1409,12 @@ void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
             sizes.push_back({ slab_bytes(tensors), (int32_t) tensors[0].n_expert, (int32_t) tensors[0].pool->ne[2] });
         }
         const uint64_t bytes = moe::ram_tier(sizes, moe->ram_budget).bytes();
-        if (bytes > 0) { // else not even one expert has room
+        if (bytes > 0) {
             moe->ram = ggml_new_tensor_1d(host_ctx, GGML_TYPE_I8, bytes + tensor_pad);
             ggml_set_name(moe->ram, "moe_ram");
+        } else if (moe->ram_wanted != MOE_RAM_AUTO) {
+            throw std::runtime_error(format("--moe-ram %lld has no room for an expert of this model, which takes %llu bytes; hint: --moe-ram 1GiB, say, or leave it out",
+                    (long long) moe->ram_wanted, (unsigned long long) slab_bytes(moe->layers.begin()->second)));
         }
     }
     for (const auto & [il, tensors] : moe->layers) { // while the contexts are the loader's

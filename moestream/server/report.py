@@ -110,6 +110,10 @@ def traffic_line(stats: Stats) -> str | None:
         f"hit rate {rate:.1%}, {stats.total('hits')} hits, {stats.total('misses')} misses, "
         f"{stats.total('bytes_read') / 2**20:.1f} MiB read, {stats.total('stall_us') / 1000:.0f} ms stalled"
     )
+    if ram_hits := stats.total("ram_hits"):
+        text += f", {ram_hits} misses in the RAM tier"
+    if guesses := stats.total("guesses"):
+        text += f", {stats.total('guess_hits')} of {guesses} guesses right"
     errors = stats.total("read_errors")
     return text + (f", {errors} READ ERRORS" if errors else "")
 

@@ -39,6 +39,7 @@ COMBINATIONS = {
     "ring without overlap": (["--moe-slots", "8", "--moe-staging", "ring", "--moe-overlap", "off"], "--moe-staging ring cannot be combined with --moe-overlap off: matmuls wait for what passes through the ring; hint: leave out one of them"),
     "RAM tier without slots": (["--moe-ram", "1GiB"], "--moe-ram does nothing without --moe-slots"),
     "prefetch without slots": (["--moe-prefetch", "off"], "--moe-prefetch does nothing without --moe-slots"),
+    "RAM tier below an expert": (["--moe-slots", "8", "--moe-ram", "1KiB"], "--moe-ram 1024 has no room for an expert of this model, which takes 62208 bytes; hint: --moe-ram 1GiB, say, or leave it out"),
     "prefetch without overlap": (["--moe-slots", "8", "--moe-prefetch", "on", "--moe-overlap", "off"], "--moe-prefetch on cannot be combined with --moe-overlap off: matmuls wait for what was guessed; hint: leave out one of them"),
     "trace without slots": (["--moe-trace", "no/file"], "--moe-trace does nothing without --moe-slots; hint: add --moe-slots N, or leave out --moe-trace"),
     "trace's limit without slots": (["--moe-trace-limit", "5"], "--moe-trace-limit does nothing without --moe-slots"),
