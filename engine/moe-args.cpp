@@ -83,7 +83,7 @@ static int64_t parse_int(const char * flag, const std::string & value, int64_t m
     return n;
 }
 
-// bytes; as moestream/commands/map.py reads them
+// bytes; as moestream/sizes.py reads them
 static int64_t parse_size(const char * flag, const std::string & value) {
     static const char * const wanted = "a size ('4GiB', say), 'auto' or 'none'";
     static const std::pair<const char *, double> units[] = {
@@ -98,7 +98,7 @@ static int64_t parse_size(const char * flag, const std::string & value) {
     } catch (const std::exception &) {
         refuse(flag, value, wanted);
     }
-    const bool digits = value.find_first_not_of("0123456789.") >= used; // no sign, no exponent, no infinity
+    const bool digits = value[0] != '.' && value.find_first_not_of("0123456789.") >= used; // no sign, no exponent, no infinity
     std::string unit = value.substr(used + (used < value.size() && value[used] == ' '));
     for (char & c : unit) {
         c = (char) std::tolower((unsigned char) c);

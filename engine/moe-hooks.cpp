@@ -1204,9 +1204,10 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         if (d.n_slot < n_used_max) {
             const auto mib = [](uint64_t n) { return n / 1048576.0; };
             throw std::runtime_error(format("--moe-slots auto: %lld slots a layer, the fewest there can be, take %.1f MiB (%.1f of them KV cache for a context of %lld), "
-                    "and with a margin %.1f of the %.1f MiB available (%s) may be used; hint: a smaller context (-c), free memory, or --moe-slots %lld to try all the same",
+                    "and with a margin %.1f of the %.1f MiB available (%s) may be used; hint: %sa smaller context (-c), free memory, or --moe-slots %lld to try all the same",
                     (long long) n_used_max, mib(b.resident_bytes + b.staging_bytes + n_used_max * slot_bytes), mib(kv_bytes),
-                    (long long) plan.n_ctx, mib(b.available_bytes), mib(memory.available_bytes), memory.limited_by.c_str(), (long long) n_used_max));
+                    (long long) plan.n_ctx, mib(b.available_bytes), mib(memory.available_bytes), memory.limited_by.c_str(),
+                    moe.ram_wanted > 0 ? "a smaller --moe-ram, or none; " : "", (long long) n_used_max));
         }
         it = decided.emplace(this_one, d).first;
     }
@@ -2009,7 +2010,7 @@ void moe_context_created(const llama_model & model, llama_context * ctx) {
         }
         r.memory.device_bytes = device_model;
         r.staging = r.memory.staging_bytes == 0 ? "none" : moe->n_ring > 0 ? format("ring of %d", moe->n_ring) : "full width";
-        r.memory.ram_bytes     = moe->ram ? ggml_nbytes(moe->ram) : 0;
+        r.memory.ram_bytes     = moe->stream->ram_bytes();
         r.memory.guess_bytes   = moe->guesses ? ggml_nbytes(moe->guesses) : 0;
         r.memory.bounce_bytes  = moe->stream->bounce_bytes();
         // a mapped range spans the experts between dense weights, which are not mapped any more

@@ -36,16 +36,28 @@ ram_tier::ram_tier(const std::vector<layer_size> & layers, uint64_t budget) {
     for (const size_class & c : classes) {
         wanted_bytes += c.wanted * c.slab_bytes;
     }
+    // the same share of what each size could use, and what that leaves over to whom it suffices
+    std::vector<uint64_t> counts;
+    uint64_t left = budget;
+    for (const size_class & c : classes) {
+        const double share = budget < wanted_bytes ? (double) budget / (double) wanted_bytes : 1.0;
+        uint64_t n = c.slab_bytes == 0 ? 0 : std::min(c.wanted, (uint64_t) (share * (double) c.wanted));
+        n = c.slab_bytes == 0 ? 0 : std::min(n, left / c.slab_bytes);
+        counts.push_back(n);
+        left -= n * c.slab_bytes;
+    }
+    for (size_t i = 0; i < classes.size(); ++i) {
+        const size_class & c = classes[i];
+        if (c.slab_bytes > 0) {
+            const uint64_t more = std::min(c.wanted - counts[i], left / c.slab_bytes);
+            counts[i] += more;
+            left      -= more * c.slab_bytes;
+        }
+    }
     for (size_t i = 0; i < classes.size(); ++i) {
         size_class & c = classes[i];
-        uint64_t n = c.wanted;
-        if (budget < wanted_bytes) { // the same share of what each size could use
-            const double share = (double) budget / (double) wanted_bytes;
-            n = std::min(n, (uint64_t) (share * (double) c.wanted));
-            n = std::min(n, (budget - std::min(budget, total_bytes)) / std::max<uint64_t>(c.slab_bytes, 1));
-        }
-        c.empty.reserve(n);
-        for (uint64_t k = 0; k < n && c.slab_bytes > 0; ++k) {
+        c.empty.reserve(counts[i]);
+        for (uint64_t k = 0; k < counts[i]; ++k) {
             slab_state s = {};
             s.offset  = total_bytes;
             s.i_class = (int32_t) i;

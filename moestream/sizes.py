@@ -27,6 +27,6 @@ def parse_size(flag: str, text: str) -> int:
         MoestreamError: it is no size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B|)", text.strip().upper(), re.ASCII)
-    if not match or match[2] not in _UNITS or not 1 <= float(match[1]) * _UNITS[match[2]] < 1 << 63:
+    if not match or match[2] not in _UNITS or not 1 <= float(match[1]) * _UNITS[match[2]] < 9e18:
         raise MoestreamError(f"{flag} {text}: expected a size", hint=f"for example {flag} 4GiB")
     return int(float(match[1]) * _UNITS[match[2]])

@@ -259,7 +259,7 @@ def as_json(
     all_experts = sum(facts.layer_tensors(il)[0].n_expert for il in served)
     on_disk = max(0, all_experts - in_slots - made.ram_tier_experts)
     served_bytes = sum(facts.layer_tensors(il)[0].n_expert * facts.bytes_per_slot(il) for il in served)
-    tier_bytes = max(0, decided.sizes.ram_bytes - memory.TENSOR_PAD)
+    tier_bytes = decided.sizes.ram_bytes
     return {
         "model": {
             "name": subject.name, "architecture": facts.architecture, "files": [str(f) for f in facts.files],

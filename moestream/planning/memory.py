@@ -195,19 +195,24 @@ def _slab_bytes(facts: GgufFacts, layer: int) -> int:
 
 
 def _ram_tier(facts: GgufFacts, slots: int, budget: int) -> int:
-    """Bytes of the slabs that a budget makes: one size after the other, the same share of what each could use."""
+    """Bytes of the slabs that a budget makes: the same share of what each size could use, and what that leaves over to whom it suffices."""
     wanted: dict[int, int] = {}
     for layer in facts.moe_layers_served:
         n_expert = facts.layer_tensors(layer)[0].n_expert
         size = _slab_bytes(facts, layer)
         wanted[size] = wanted.get(size, 0) + n_expert - min(slots, n_expert)
     wanted_bytes = sum(size * n for size, n in wanted.items())
-    total = 0
+    share = budget / wanted_bytes if budget < wanted_bytes else 1.0
+    left = budget
+    counts = {}
     for size, n in wanted.items():
-        if budget < wanted_bytes:
-            n = min(n, int(budget / wanted_bytes * n), (budget - min(budget, total)) // max(size, 1))
-        total += n * size
-    return total
+        counts[size] = min(n, int(share * n), left // max(size, 1))
+        left -= counts[size] * size
+    for size, n in wanted.items():
+        more = min(n - counts[size], left // max(size, 1))
+        counts[size] += more
+        left -= more * size
+    return sum(size * n for size, n in counts.items())
 
 
 def decide(facts: GgufFacts, wishes: Wishes, available_bytes: int, *, resident_elsewhere: bool = False) -> MemoryPlan:
@@ -270,7 +275,7 @@ def decide(facts: GgufFacts, wishes: Wishes, available_bytes: int, *, resident_e
     sizes = Sizes(
         pool_bytes=pool,
         staging_bytes=0 if is_all else (ring_bytes if ring else 2 * real_half),
-        ram_bytes=ram + TENSOR_PAD if ram else 0,
+        ram_bytes=ram,
         guess_bytes=0 if is_all or not n_guess else guesses + TENSOR_PAD,
         bounce_bytes=in_flight * (CHUNK_BYTES + 2 * (1 if buffered else DIRECT_ALIGNMENT)),
         dense_bytes=facts.dense_bytes - facts.dense_bytes_mtp + tied_copy,

@@ -148,7 +148,7 @@ def make_plan(facts: GgufFacts, machine: Machine, wishes: Wishes, hits: HitModel
         target, said = _for_target(target_tps, row, decided, machine)
         notices += said
     expert = sum(facts.bytes_per_slot(layer) for layer in facts.moe_layers_served) / len(facts.moe_layers_served)
-    tier = max(0, decided.sizes.ram_bytes - memory.TENSOR_PAD)
+    tier = decided.sizes.ram_bytes
     return Plan(decided, own_speed, hits, rows, target, on_gpu, int(tier / expert), tuple(notices))
 
 

@@ -113,7 +113,7 @@ VALUES = {
     "--moe-policy": (["mru", "LRU", ""], "expected 'lru', 'lfu' or 'heat'"),
     "--moe-overlap": (["yes", "1", ""], "expected 'on' or 'off'"),
     "--moe-staging": (["half", "none", ""], "expected 'auto', 'full' or 'ring'"),
-    "--moe-ram": (["", "many", "-1", "1e3", "inf", "nan", "0x10", "4GiB5", "4PiB", "0", "99999999TiB"], "expected a size ('4GiB', say), 'auto' or 'none'"),
+    "--moe-ram": (["", "many", "-1", "1e3", "inf", "nan", "0x10", "4GiB5", "4PiB", ".5MiB", "0", "99999999TiB"], "expected a size ('4GiB', say), 'auto' or 'none'"),
     "--moe-prefetch": (["yes", ""], "expected 'auto', 'on' or 'off'"),
     "--moe-trace": ([""], "expected the name of a file"),
     "--moe-trace-limit": (["0", "-1", "2G", ""], "expected a number of MiB from 1"),

@@ -24,7 +24,12 @@ TEST(the_budget_is_not_exceeded_and_no_slab_is_useless) {
         const ram_tier tier(layers, budget);
         CHECK(tier.bytes() <= budget && tier.bytes() <= most);
         CHECK(budget < most || tier.bytes() == most);
-        CHECK(tier.bytes() + 3 * 1536 + 64 * 64 >= std::min(budget, most)); // what a share leaves over, of each size
+        uint64_t smallest = UINT64_MAX;
+        for (const auto & l : layers) {
+            smallest = l.n_slot < l.n_expert ? std::min(smallest, (l.expert_bytes + 63) / 64 * 64) : smallest;
+        }
+        CHECK(tier.bytes() + 1536 > std::min(budget, most)); // what is left is less than a slab of the largest size
+        CHECK((tier.n_slab() > 0) == (budget >= smallest && most > 0));
         std::set<std::pair<uint64_t, uint64_t>> ends;
         for (int32_t slab = 0; slab < tier.n_slab(); ++slab) {
             CHECK_EQ(tier.offset(slab) % ram_tier::alignment, 0u);

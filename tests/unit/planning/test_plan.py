@@ -75,9 +75,9 @@ def test_ring_where_memory_is_short(facts: GgufFacts) -> None:
 
 def test_ram_tier_takes_what_is_left_and_no_more_than_is_of_use(facts: GgufFacts) -> None:
     some = memory.decide(facts, Wishes(CONTEXT, slots=8, ram_tier_bytes=4 * MIB), 1 << 30)
-    assert 4 * MIB - 62464 < some.sizes.ram_bytes <= 4 * MIB + memory.TENSOR_PAD
+    assert 4 * MIB - 62464 < some.sizes.ram_bytes <= 4 * MIB
     whole = memory.decide(facts, Wishes(CONTEXT, slots=8, ram_tier_bytes=RAM_AUTO), 1 << 30)
-    assert whole.sizes.ram_bytes == 8 * 56 * 62208 + memory.TENSOR_PAD
+    assert whole.sizes.ram_bytes == 8 * 56 * 62208
 
 
 def test_prefetch_off_has_no_room_for_guesses(facts: GgufFacts) -> None:
