@@ -79,7 +79,15 @@ def available_memory(root: Path = Path("/")) -> Memory | None:
     kib = _field(root / "proc/meminfo", "MemAvailable:")
     if not kib:
         return None
-    now = Memory(kib * 1024, "MemAvailable")
+    return within_cgroups(Memory(kib * 1024, "MemAvailable"), root)
+
+
+def within_cgroups(now: Memory, root: Path = Path("/")) -> Memory:
+    """What the memory cgroups around this process, of either version, leave of it.
+
+    Args:
+        root: what /proc and /sys lie below, for tests.
+    """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, colon, rest = line.partition(":")
         controllers, colon2, group = rest.partition(":")
