@@ -120,19 +120,10 @@ def write_model(
 
     writer = gguf.GGUFWriter(path, "qwen3moe")
     writer.add_name(f"synthetic qwen3moe {n_layer}x{n_expert}")
-    writer.add_block_count(n_layer)
-    writer.add_context_length(n_ctx)
-    writer.add_embedding_length(d_model)
-    writer.add_feed_forward_length(d_ff * n_used)
-    writer.add_expert_feed_forward_length(d_ff)
-    writer.add_expert_count(n_expert)
-    writer.add_expert_used_count(n_used)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
-    writer.add_key_length(d_head)
-    writer.add_value_length(d_head)
-    writer.add_rope_freq_base(ROPE_BASE)
-    writer.add_layer_norm_rms_eps(1e-6)
+    _add_shape(
+        writer, n_layer=n_layer, n_ctx=n_ctx, d_model=d_model, d_ff_dense=d_ff * n_used, d_ff=d_ff, n_expert=n_expert, n_used=n_used,
+        n_head=n_head, n_head_kv=n_head_kv, d_head=d_head,
+    )  # fmt: skip
     if file_type := getattr(gguf.LlamaFileType, f"MOSTLY_{expert_type.upper()}", None):
         writer.add_file_type(file_type)
     # What made the file, for whoever finds it later; llama.cpp ignores keys that it does not know.
@@ -214,19 +205,10 @@ def write_gemma4(
     path = Path(path)
     writer = gguf.GGUFWriter(path, "gemma4")
     writer.add_name(f"synthetic gemma4 {n_layer}x{n_expert}")
-    writer.add_block_count(n_layer)
-    writer.add_context_length(n_ctx)
-    writer.add_embedding_length(d_model)
-    writer.add_feed_forward_length(d_ff_dense)
-    writer.add_expert_feed_forward_length(d_ff)
-    writer.add_expert_count(n_expert)
-    writer.add_expert_used_count(n_used)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
-    writer.add_key_length(d_head)
-    writer.add_value_length(d_head)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(ROPE_BASE)
+    _add_shape(
+        writer, n_layer=n_layer, n_ctx=n_ctx, d_model=d_model, d_ff_dense=d_ff_dense, d_ff=d_ff, n_expert=n_expert, n_used=n_used,
+        n_head=n_head, n_head_kv=n_head_kv, d_head=d_head,
+    )  # fmt: skip
     writer.add_rope_dimension_count(d_head)
     for key, value in (
         ("attention.key_length_swa", d_head), ("attention.value_length_swa", d_head), ("rope.dimension_count_swa", d_head),
@@ -240,6 +222,26 @@ def write_gemma4(
     _add_vocabulary(writer, n_vocab)
     _write(path, writer, tensors, seed, progress)
     return path
+
+
+def _add_shape(
+    writer: gguf.GGUFWriter, *, n_layer: int, n_ctx: int, d_model: int, d_ff_dense: int, d_ff: int, n_expert: int, n_used: int,
+    n_head: int, n_head_kv: int, d_head: int,
+) -> None:  # fmt: skip
+    """The metadata that both architectures have."""
+    writer.add_block_count(n_layer)
+    writer.add_context_length(n_ctx)
+    writer.add_embedding_length(d_model)
+    writer.add_feed_forward_length(d_ff_dense)
+    writer.add_expert_feed_forward_length(d_ff)
+    writer.add_expert_count(n_expert)
+    writer.add_expert_used_count(n_used)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_key_length(d_head)
+    writer.add_value_length(d_head)
+    writer.add_rope_freq_base(ROPE_BASE)
+    writer.add_layer_norm_rms_eps(1e-6)
 
 
 def _write(
