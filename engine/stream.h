@@ -141,7 +141,7 @@ public:
         uint8_t   * guesses     = nullptr; // n_guess entries; null: nothing is guessed
         int32_t     n_guess     = 0;
         prefetch_kind prefetch  = prefetch_kind::on;
-        uint64_t    guess_bytes = 0;       // of an entry: room for an expert of any layer, each part aligned to guess_alignment
+        uint64_t    guess_bytes = 0;       // of an entry: room for an expert of any layer, each part aligned as in a slab
         trace_writer * trace = nullptr; // of what valid batches chose; null: nothing is recorded
     };
 
@@ -177,8 +177,6 @@ public:
     // Reads ahead what the layer, which is the next to begin, and late, will probably want: the likeliest first. Between begin() of the
     // layer before it and its settle(). What has a slot, or a slab, is not read; when no entry is free, neither is the rest.
     void guess(int32_t i_layer, const int32_t * experts, int32_t n);
-
-    static constexpr uint64_t guess_alignment = 64;
 
     // whether guess() is to be called in the graph that computes; the same for all of it
     bool wants_guesses() const { return guessing; }
