@@ -10,7 +10,10 @@
 //   moestream.policy      str   "lru", "lfu" or "heat" (default lru)
 //   moestream.staging     str   "auto", "full" or "ring" (default auto)
 //   moestream.overlap     bool  compute the shared FFN and with experts that are there while others are read (default true)
-//   moestream.ram         int   bytes of the RAM tier, MOE_RAM_AUTO; absent or 0: none
+//   moestream.ram         int   bytes of the RAM tier, MOE_RAM_AUTO, 0: none; absent: none, or below slots on a device what is left, half of it at most
+//   moestream.gpu_path    str   "auto", "copy" or "mailbox" (default auto)
+//   moestream.pool        str   "auto", "device" or "host" (default auto)
+//   moestream.require_gpu bool  refuse a model whose experts would not all be computed on devices (default false)
 //   moestream.prefetch    str   "auto", "on" or "off" (default auto)
 //   moestream.trace_limit int   MiB that the trace may have (default 1024)
 //   moestream.files       int   from moe_add_files(): paths, for which an override has too little room

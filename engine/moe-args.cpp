@@ -193,7 +193,8 @@ const std::vector<moe_flag> & moe_flags() {
         },
         {
             "--moe-ram", "SIZE|auto|none",
-            "memory below the slots, for experts of all layers that lost their slot: 4GiB, say; auto: what is left (default: none)",
+            "memory below the slots, for experts of all layers that lost their slot: 4GiB, say; auto: what is left (default: none).\n"
+            "For slots on a device: page-locked, for any experts (default: up to half of what is left)",
             "LLAMA_ARG_MOE_RAM",
             [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
                 set_int(overrides, "moestream.ram", value == "auto" ? MOE_RAM_AUTO : value == "none" ? 0 : parse_size("--moe-ram", value));
@@ -209,6 +210,41 @@ const std::vector<moe_flag> & moe_flags() {
                     refuse("--moe-prefetch", value, "'auto', 'on' or 'off'");
                 }
                 set_str(overrides, "moestream.prefetch", value);
+            },
+        },
+        {
+            "--moe-gpu-path", "auto|copy|mailbox",
+            "who looks after slots on a device: the device itself, which asks for nothing but experts that are only on disk (mailbox), or\n"
+            "the host between the parts of each graph (copy) (default: auto, the former where it can be)",
+            "LLAMA_ARG_MOE_GPU_PATH",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                if (value != "auto" && value != "copy" && value != "mailbox") {
+                    refuse("--moe-gpu-path", value, "'auto', 'copy' or 'mailbox'");
+                }
+                set_str(overrides, "moestream.gpu_path", value);
+            },
+        },
+        {
+            "--moe-pool", "auto|device|host",
+            "where the slots of layers are that a device computes: in its memory, or in page-locked memory of the host that it reads in\n"
+            "place, for devices that share memory with the host (default: auto, the former)",
+            "LLAMA_ARG_MOE_POOL",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                if (value != "auto" && value != "device" && value != "host") {
+                    refuse("--moe-pool", value, "'auto', 'device' or 'host'");
+                }
+                set_str(overrides, "moestream.pool", value);
+            },
+        },
+        {
+            "--moe-require-gpu", "on|off",
+            "refuse to load a model if any layer's experts would be computed on the cpu (default: off)",
+            "LLAMA_ARG_MOE_REQUIRE_GPU",
+            [](std::vector<llama_model_kv_override> & overrides, const std::string & value) {
+                if (value != "on" && value != "off") {
+                    refuse("--moe-require-gpu", value, "'on' or 'off'");
+                }
+                set_bool(overrides, "moestream.require_gpu", value == "on");
             },
         },
         {

@@ -3,6 +3,7 @@
 #include "moe-hooks.h"
 
 #include "budget.h"
+#include "device-pool.h"
 #include "header-check.h"
 #include "io-probe.h"
 #include "moe-gate.h"
@@ -114,6 +115,7 @@ namespace {
 struct device_pool {
     ggml_backend_buffer_type   buft;
     ggml_backend_buffer_type_t own; // the device's
+    bool                       in_host; // page-locked memory of the processor's that the device reads in place
     std::string                name;
 };
 
@@ -135,7 +137,46 @@ static size_t device_pool_alloc_size(ggml_backend_buffer_type_t buft, const ggml
     return ggml_backend_buft_get_alloc_size(own_buft(buft), t);
 }
 
+static bool is_in_host(ggml_backend_buffer_type_t pool) {
+    return ((const device_pool *) pool->context)->in_host;
+}
+
+// Page-locked memory that the device reads too. Null: there is none, or no more; upstream gives other memory then, which will not do.
+static ggml_backend_buffer_t alloc_locked(ggml_backend_dev_t dev, size_t size) {
+    const ggml_backend_buffer_type_t locked = dev ? ggml_backend_dev_host_buffer_type(dev) : nullptr;
+    ggml_backend_buffer_ptr buffer(locked ? ggml_backend_buft_alloc_buffer(locked, size) : nullptr);
+    return buffer && ggml_backend_buffer_get_type(buffer.get()) == locked ? buffer.release() : nullptr;
+}
+
+static void locked_pool_free(ggml_backend_buffer_t buffer) {
+    ggml_backend_buffer_free((ggml_backend_buffer_t) buffer->context);
+}
+
+static void * locked_pool_base(ggml_backend_buffer_t buffer) {
+    return ggml_backend_buffer_get_base((ggml_backend_buffer_t) buffer->context);
+}
+
+// a buffer of the processor's memory around one that is locked
+static ggml_backend_buffer_t locked_pool_alloc(ggml_backend_buffer_type_t buft, size_t size) {
+    ggml_backend_buffer_t locked = alloc_locked(ggml_backend_buft_get_device(own_buft(buft)), size);
+    if (!locked) {
+        LLAMA_LOG_ERROR("moestream: cannot lock %.2f GiB of memory for expert slots and staging (--moe-pool host); hint: fewer slots, or raise the "
+                "limit of locked memory (ulimit -l)\n", size / 1073741824.0);
+        return nullptr;
+    }
+    ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(ggml_backend_buffer_get_base(locked), size);
+    buffer->buft              = buft;
+    buffer->context           = locked;
+    buffer->iface.free_buffer = locked_pool_free;
+    buffer->iface.get_base    = locked_pool_base;
+    memset(locked_pool_base(buffer), 0, size);
+    return buffer;
+}
+
 static ggml_backend_buffer_t device_pool_alloc(ggml_backend_buffer_type_t buft, size_t size) {
+    if (is_in_host(buft) && size > 0) {
+        return locked_pool_alloc(buft, size);
+    }
     ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(own_buft(buft), size);
     if (!buffer) {
         LLAMA_LOG_ERROR("moestream: cannot allocate %.2f GiB on %s for expert slots and staging; hint: fewer slots, fewer layers on the "
@@ -151,15 +192,16 @@ static bool is_device_pool(ggml_backend_buffer_type_t buft) {
 }
 
 // the same for the same device, as long as the process lives: the loader keeps it as a key
-static ggml_backend_buffer_type_t device_pool_buft(ggml_backend_buffer_type_t own) {
+static ggml_backend_buffer_type_t device_pool_buft(ggml_backend_buffer_type_t own, bool in_host) {
     static std::mutex mutex;
-    static std::map<ggml_backend_buffer_type_t, std::unique_ptr<device_pool>> pools;
+    static std::map<std::pair<ggml_backend_buffer_type_t, bool>, std::unique_ptr<device_pool>> pools;
     std::lock_guard<std::mutex> lock(mutex);
-    auto & pool = pools[own];
+    auto & pool = pools[{ own, in_host }];
     if (!pool) {
         pool = std::make_unique<device_pool>();
-        pool->own  = own;
-        pool->name = std::string("MoE_Pool_") + ggml_backend_buft_name(own);
+        pool->own     = own;
+        pool->in_host = in_host;
+        pool->name    = std::string("MoE_Pool_") + (in_host ? "Host_" : "") + ggml_backend_buft_name(own);
         pool->buft = {
             /* .iface   = */ {
                 /* .get_name       = */ device_pool_name,
@@ -187,6 +229,17 @@ using slot_tokens_fn = int (*)(ggml_backend_dev_t dev, ggml_type type);
 static slot_tokens_fn slot_tokens_of(ggml_backend_dev_t dev) {
     const ggml_backend_reg_t reg = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
     return reg ? (slot_tokens_fn) ggml_backend_reg_get_proc_address(reg, "moe_slot_tokens") : nullptr;
+}
+
+// what the device has to look after its slots itself: the functions of its nodes ("moe_device_map", "moe_device_guess"), and of what they made
+// ("moe_device_release"); null: it cannot
+template <typename F> static F device_fn(ggml_backend_dev_t dev, const char * name) {
+    const ggml_backend_reg_t reg = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
+    return reg ? (F) ggml_backend_reg_get_proc_address(reg, name) : nullptr;
+}
+
+static ggml_custom_op_t device_map_of(ggml_backend_dev_t dev) {
+    return device_fn<ggml_custom_op_t>(dev, "moe_device_map");
 }
 
 static bool takes_pool(ggml_backend_buffer_type_t buft) {
@@ -347,6 +400,12 @@ struct part_gate : moe_gate {
 // how batches are served that the slots cannot hold: through halves as wide as a layer, or through a ring
 enum class staging_kind { automatic, full, ring };
 
+// who looks after slots in a device's memory: the host, between the parts of a graph, or the device itself
+enum class gpu_path_kind { automatic, copy, mailbox };
+
+// where the slots of layers are that a device computes
+enum class pool_kind { automatic, device, host };
+
 // where the fingerprint of a block that has experts comes from
 struct block_identity {
     int32_t  layer;
@@ -362,13 +421,29 @@ struct layer_shape {
     int32_t n_free_slot;
     int64_t n_slot_tokens; // of a batch that goes through slots, at most
     bool    on_device;
+    bool    is_resident = false; // all experts are in their places, and have their own ids
 };
 
 // where slots and staging of some layers are
 struct expert_place {
     ggml_tensor *                   staging = nullptr; // null: no layer needs it
     std::unique_ptr<device_storage> at;                // null: the processor's memory
-    uint64_t                        device_bytes = 0;  // of its buffer, when that is a device's
+    uint64_t                        device_bytes = 0;  // of its buffer, as upstream counts it for a device
+    std::unique_ptr<device_storage> at_tables;         // where the device keeps what it knows of its slots; null: it does not look after them
+    moe::device_control           * control = nullptr; // there
+    bool                            is_dry  = false;   // what control says
+    bool                            is_guessing = false; // likewise
+    bool                            is_told = false;   // control is as it should be between graphs
+};
+
+// where a device's tables of a layer are
+struct device_tables {
+    ggml_tensor * slot_of = nullptr; // null: no device looks after the layer's slots
+    ggml_tensor * rest    = nullptr; // expert_of, last_use, stays, is_guess, scores, state
+    ggml_tensor * router  = nullptr; // what guesses are made with; null: nothing is guessed
+
+    static uint64_t at_scores(int64_t n_slot, int64_t n_expert) { return (9 * n_slot + n_expert + 63) / 64 * 64; }
+    static uint64_t at_state (int64_t n_slot, int64_t n_expert) { return at_scores(n_slot, n_expert) + (moe::device_guess_tokens * 4 * n_expert + 63) / 64 * 64; }
 };
 
 } // namespace
@@ -380,7 +455,13 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     moe::policy_kind policy       = moe::policy_kind::lru;
     bool             overlap      = true;
     staging_kind     staging_wanted = staging_kind::automatic;
+    gpu_path_kind    gpu_path       = gpu_path_kind::automatic;
+    pool_kind        pool_wanted    = pool_kind::automatic;
+    bool             require_gpu    = false;
+    bool             by_device      = false; // devices look after their slots
+    std::set<int32_t> resident;              // blocks whose experts are all in a device's memory from the start
     int64_t          ram_wanted   = 0; // bytes, or MOE_RAM_AUTO
+    bool             ram_given    = false; // somebody has said so
     moe::prefetch_kind prefetch   = moe::prefetch_kind::automatic;
     bool             extra_bufts  = true; // upstream's --repack
     moe_files        files        = { sizeof(moe_files), nullptr, nullptr };
@@ -415,6 +496,14 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
     ggml_backend_dev_t only_device = nullptr; // that which all layers and slots will be on, if there is such a one
     std::map<ggml_backend_buffer_type_t, expert_place> places; // by pool type
     ggml_backend_buffer_ptr bounce; // page-locked, for what goes to devices
+    // of slots that devices look after
+    ggml_context_ptr        ctx_tables;
+    std::vector<ggml_backend_buffer_ptr> tables_buffers;
+    ggml_backend_buffer_ptr slabs;   // page-locked
+    ggml_backend_buffer_ptr shared;  // page-locked: the mailbox, and behind it what slabs hold
+    std::vector<ggml_backend_buffer_type_t> layers_in_order; // the place of each, by layer index
+    std::vector<device_tables>     tables;        // by layer index
+    std::vector<moe::device_layer> device_layers; // likewise
     ggml_context_ptr ctx_staging; // the twins' tensor structs
 
     std::unordered_map<std::string, const ggml_tensor *>   routers; // and what goes with them, by name
@@ -456,8 +545,15 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
         return (int32_t) std::min<int64_t>(it == n_slot_of.end() ? n_slot : it->second, n_expert);
     }
 
+    // of layers whose slots a device looks after
+    void fetch_device_counters();
+
+    // what devices are told of the graph that is about to begin
+    void tell_devices();
+
     std::string stats_json() {
         std::lock_guard<std::mutex> lock(report_mutex);
+        fetch_device_counters();
         return stream ? moe::stats_json(report, stream->stats()) : moe::stats_json_off();
     }
 
@@ -483,6 +579,31 @@ void moe_stream::look_at_trace() noexcept {
     }
 }
 
+void moe_stream::fetch_device_counters() {
+    for (size_t i = 0; stream && i < device_layers.size(); ++i) {
+        if (!device_layers[i].state) {
+            continue;
+        }
+        moe::device_layer_state counts = {};
+        const auto & place = places.at(layers_in_order[i]);
+        place.at_tables->read(&counts, device_layers[i].state, offsetof(moe::device_layer_state, clock));
+        stream->note_device_counters((int32_t) i, counts);
+    }
+}
+
+void moe_stream::tell_devices() {
+    for (auto & [buft, place] : places) {
+        const bool guessing = stream->wants_guesses();
+        if (place.control && (!place.is_told || place.is_dry != (n_dry > 0) || place.is_guessing != guessing)) {
+            place.is_dry      = n_dry > 0;
+            place.is_guessing = guessing;
+            place.is_told     = true;
+            const moe::device_control control = { place.is_dry, 0, guessing };
+            place.at_tables->write(place.control, &control, sizeof(control));
+        }
+    }
+}
+
 void moe_stream::close() {
     if (!stream) {
         return;
@@ -500,6 +621,11 @@ void moe_stream::close() {
     }
     std::lock_guard<std::mutex> lock(report_mutex);
     stream.reset(); // its workers write to the slots, which the model is about to free
+    for (size_t i = 0; i < device_layers.size(); ++i) {
+        if (device_layers[i].state) {
+            device_fn<void (*)(void *)>(ggml_backend_buft_get_device(layers_in_order[i]), "moe_device_release")(&device_layers[i]);
+        }
+    }
     trace.reset();
 }
 
@@ -529,6 +655,7 @@ std::string moe_stats_prometheus() {
         return "";
     }
     std::lock_guard<std::mutex> lock(moe->report_mutex);
+    moe->fetch_device_counters();
     return moe->stream ? moe::stats_prometheus(moe->report, moe->stream->stats()) : "";
 }
 
@@ -800,6 +927,7 @@ static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
             throw std::runtime_error(format("--moe-ram %lld: expected a number of bytes, auto or none", (long long) o->val_i64));
         }
         moe.ram_wanted = o->val_i64;
+        moe.ram_given  = true;
     }
     if (const auto * o = setting(ml, "moestream.prefetch", LLAMA_KV_OVERRIDE_TYPE_STR)) {
         const std::string value = o->val_str;
@@ -807,6 +935,23 @@ static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
             throw std::runtime_error(format("--moe-prefetch '%s': expected auto, on or off", o->val_str));
         }
         moe.prefetch = value == "auto" ? moe::prefetch_kind::automatic : value == "on" ? moe::prefetch_kind::on : moe::prefetch_kind::off;
+    }
+    if (const auto * o = setting(ml, "moestream.gpu_path", LLAMA_KV_OVERRIDE_TYPE_STR)) {
+        const std::string value = o->val_str;
+        if (value != "auto" && value != "copy" && value != "mailbox") {
+            throw std::runtime_error(format("--moe-gpu-path '%s': expected auto, copy or mailbox", o->val_str));
+        }
+        moe.gpu_path = value == "copy" ? gpu_path_kind::copy : value == "mailbox" ? gpu_path_kind::mailbox : gpu_path_kind::automatic;
+    }
+    if (const auto * o = setting(ml, "moestream.pool", LLAMA_KV_OVERRIDE_TYPE_STR)) {
+        const std::string value = o->val_str;
+        if (value != "auto" && value != "device" && value != "host") {
+            throw std::runtime_error(format("--moe-pool '%s': expected auto, device or host", o->val_str));
+        }
+        moe.pool_wanted = value == "device" ? pool_kind::device : value == "host" ? pool_kind::host : pool_kind::automatic;
+    }
+    if (const auto * o = setting(ml, "moestream.require_gpu", LLAMA_KV_OVERRIDE_TYPE_BOOL)) {
+        moe.require_gpu = o->val_bool;
     }
     if (moe.prefetch == moe::prefetch_kind::on && !moe.overlap) {
         throw std::runtime_error("--moe-prefetch on cannot be combined with --moe-overlap off: matmuls wait for what was guessed; hint: leave out one of them");
@@ -1191,7 +1336,7 @@ static void decide_slots(moe_stream & moe, const llama_model_loader & ml, const 
         if (moe.slots_wanted == MOE_SLOTS_AUTO) {
             d.n_slot = moe::slots_that_fit(b);
             if (d.n_slot < n_expert_max) { // then there is something to keep below the slots, and to guess
-                b.resident_bytes += entries + std::max<int64_t>(moe.ram_wanted, 0);
+                b.resident_bytes += moe.only_device ? 0 : entries + std::max<int64_t>(moe.ram_wanted, 0);
                 d.n_slot = moe::slots_that_fit(b);
             }
         }
@@ -1227,7 +1372,8 @@ std::shared_ptr<moe_stream> moe_load_begin(
             { "moestream.io_threads", "--moe-io-threads" }, { "moestream.io", "--moe-io" },
             { "moestream.io_backend", "--moe-io-backend" }, { "moestream.policy", "--moe-policy" }, { "moestream.overlap", "--moe-overlap" },
             { "moestream.staging", "--moe-staging" }, { "moestream.ram", "--moe-ram" }, { "moestream.prefetch", "--moe-prefetch" }, { "moestream.trace_limit", "--moe-trace-limit" },
-            { "moestream.map_pin", "--moe-map-pin" }, { "moestream.warm", "--moe-warm" },
+            { "moestream.map_pin", "--moe-map-pin" }, { "moestream.warm", "--moe-warm" }, { "moestream.gpu_path", "--moe-gpu-path" },
+            { "moestream.pool", "--moe-pool" }, { "moestream.require_gpu", "--moe-require-gpu" },
         };
         for (const auto & [key, flag] : needs_slots) {
             if (ml.kv_overrides.count(key)) {
@@ -1310,7 +1456,7 @@ ggml_backend_buffer_type_t moe_load_tensor(
                 return nullptr; // the model does not use it
             }
             if (takes_pool(chosen)) {
-                t.place  = device_pool_buft(chosen);
+                t.place  = device_pool_buft(chosen, moe->pool_wanted == pool_kind::host);
                 t.repack = nullptr; // that is for the processor's kernels
                 t.is_unlike_stock = false;
                 if (ggml_is_quantized(t_meta->type) && t_meta->ne[0] % device_row_elements != 0) {
@@ -1326,6 +1472,103 @@ ggml_backend_buffer_type_t moe_load_tensor(
     return upstream(t_meta);
 }
 
+// the mailbox, and behind it what slabs hold
+static constexpr size_t mailbox_bytes = (sizeof(moe::device_mailbox) + 4095) / 4096 * 4096;
+
+// why the device cannot look after its slots itself; empty: it can
+static std::string why_no_mailbox(const moe_stream & moe) {
+    for (const auto & [place, p] : moe.places) {
+        if (is_device_pool(place) && is_in_host(place)) {
+            return "--moe-pool host";
+        }
+        if (is_device_pool(place) && !device_map_of(ggml_backend_buft_get_device(place))) {
+            return format("%s has no kernels for it", ggml_backend_buft_name(own_buft(place)));
+        }
+    }
+    for (const auto & [il, tensors] : moe.layers) {
+        if (tensors[0].n_expert > moe::device_max_rows) {
+            return format("layer %d has more than %d experts", il, moe::device_max_rows);
+        }
+    }
+    if (moe.policy != moe::policy_kind::lru) {
+        return format("--moe-policy %s", moe::policy_name(moe.policy));
+    }
+    return moe.files.trace ? "--moe-trace" : "";
+}
+
+static uint64_t device_ram_budget(const moe_stream & moe);
+static std::vector<moe::device_tier::layer> tier_layers(const moe_stream & moe);
+
+// Slabs, and what else host and devices both see, in page-locked memory; as much as asked for, or less where nobody has asked and less can be
+// locked. False: not even enough to hand a batch's experts over.
+static bool lock_slabs(moe_stream & moe) {
+    ggml_backend_dev_t dev = nullptr;
+    size_t n_expert = 0;
+    for (const auto & [il, tensors] : moe.layers) {
+        n_expert += tensors[0].n_expert;
+        dev = is_device_pool(tensors[0].place) ? ggml_backend_buft_get_device(tensors[0].place) : dev;
+    }
+    moe.shared.reset(alloc_locked(dev, mailbox_bytes + n_expert * sizeof(int64_t)));
+    const uint64_t wanted = device_ram_budget(moe);
+    for (moe.ram_budget = wanted; moe.shared; moe.ram_budget /= 2) {
+        const moe::ram_tier slabs = moe::device_tier::plan(tier_layers(moe), moe.ram_budget);
+        for (const auto & [il, tensors] : moe.layers) {
+            const auto i = (int32_t) std::distance(moe.layers.begin(), moe.layers.find(il));
+            if (is_device_pool(tensors[0].place) && !moe.resident.count(il) && slabs.n_slab_for(i) < moe.n_used_of.at(il)) {
+                return false;
+            }
+        }
+        moe.slabs.reset(alloc_locked(dev, slabs.bytes()));
+        if (moe.slabs || (moe.ram_given && moe.ram_wanted > 0)) {
+            break;
+        }
+    }
+    if (moe.slabs && moe.ram_budget < wanted) {
+        LLAMA_LOG_WARN("moestream: only %.1f MiB of memory could be locked for the RAM tier, of %.1f wanted\n", moe.ram_budget / 1048576.0, wanted / 1048576.0);
+    }
+    return moe.slabs != nullptr;
+}
+
+static void decide_gpu_path(moe_stream & moe, bool no_alloc) {
+    const std::string why = why_no_mailbox(moe);
+    if (moe.gpu_path == gpu_path_kind::mailbox && !why.empty()) {
+        throw std::runtime_error(format("--moe-gpu-path mailbox is not possible: %s; hint: leave out one of them, or --moe-gpu-path copy", why.c_str()));
+    }
+    moe.by_device = moe.gpu_path != gpu_path_kind::copy && why.empty();
+    moe.report.gpu_path = moe.by_device ? "mailbox" : "copy";
+    moe.report.gpu_path_reason = moe.gpu_path != gpu_path_kind::automatic ? "as asked" : why;
+    // a layer whose experts all have slots needs nobody to look after them
+    if (moe.by_device) {
+        size_t n_streamed = 0;
+        for (const auto & [il, tensors] : moe.layers) {
+            if (is_device_pool(tensors[0].place)) {
+                const bool all = tensors[0].pool->ne[2] >= tensors[0].n_expert;
+                n_streamed += !all;
+                if (all) {
+                    moe.resident.insert(il);
+                }
+            }
+        }
+        if (n_streamed == 0) {
+            moe.by_device = false;
+            moe.report.gpu_path = "resident";
+        } else if (!no_alloc && !lock_slabs(moe)) {
+            const std::string what = "the memory for it cannot be locked";
+            if (moe.gpu_path == gpu_path_kind::mailbox || moe.ram_wanted != 0) {
+                throw std::runtime_error(format("%s: %s; hint: a smaller --moe-ram, raise the limit of locked memory (ulimit -l), or --moe-gpu-path copy, which needs "
+                        "little of it", moe.ram_wanted != 0 ? "--moe-ram" : "--moe-gpu-path mailbox", what.c_str()));
+            }
+            LLAMA_LOG_WARN("moestream: %s: the host looks after the slots (--moe-gpu-path copy)\n", what.c_str());
+            moe.slabs.reset();
+            moe.shared.reset();
+            moe.resident.clear(); // their layers go on to need staging
+            moe.by_device = false;
+            moe.report.gpu_path = "copy";
+            moe.report.gpu_path_reason = what;
+        }
+    }
+}
+
 // what is not built yet for slots in a device's memory
 static void refuse_on_device(const moe_stream & moe) {
     std::string where;
@@ -1339,10 +1582,73 @@ static void refuse_on_device(const moe_stream & moe) {
     if (moe.staging_wanted == staging_kind::ring) {
         throw std::runtime_error(format("--moe-staging ring is for experts on the cpu, these are on %s; hint: --moe-staging full, or --cpu-moe", where.c_str()));
     }
-    const char * const below = moe.ram_wanted != 0 ? "--moe-ram" : moe.prefetch == moe::prefetch_kind::on ? "--moe-prefetch on" : nullptr;
-    if (below) {
-        throw std::runtime_error(format("%s is for experts on the cpu, these are on %s; hint: leave out %s, or --cpu-moe", below, where.c_str(), below));
+    const bool by_host = moe.report.gpu_path == "copy";
+    if (moe.prefetch == moe::prefetch_kind::on && by_host) {
+        throw std::runtime_error(format("--moe-prefetch on is for experts on the cpu, these are on %s; hint: leave out --moe-prefetch on, or --cpu-moe", where.c_str()));
     }
+    if (moe.ram_wanted != 0 && by_host) {
+        throw std::runtime_error(format("--moe-ram: the slots on %s are looked after by the host (%s), which has no RAM tier below them; hint: leave out --moe-ram, or what "
+                "stands in the way", where.c_str(), moe.report.gpu_path_reason.c_str()));
+    }
+}
+
+// asked for with --moe-require-gpu
+static void check_on_gpu(const moe_stream & moe) {
+    size_t n_on_cpu = 0;
+    for (const auto & [il, tensors] : moe.layers) {
+        n_on_cpu += !is_device_pool(tensors[0].place);
+    }
+    if (moe.require_gpu && n_on_cpu > 0) {
+        throw std::runtime_error(format("--moe-require-gpu: the experts of %zu of %zu layers would be computed on the cpu%s; hint: -ngl 99 without --cpu-moe, a build for the card "
+                "(moestream build --backend cuda), or leave out --moe-require-gpu", n_on_cpu, moe.layers.size(), moe.takes_pools ? "" : ", because no device here takes slots"));
+    }
+}
+
+// what of the experts that devices compute a device tier knows
+static std::vector<moe::device_tier::layer> tier_layers(const moe_stream & moe) {
+    std::vector<moe::device_tier::layer> found;
+    for (const auto & [il, tensors] : moe.layers) {
+        found.push_back({ il, (int32_t) tensors[0].n_expert, {}, {} });
+        for (const file_tensor & t : tensors) {
+            if (is_device_pool(t.place) && !moe.resident.count(il)) {
+                found.back().parts.push_back({ (int32_t) t.file, t.offset, t.expert_bytes });
+            }
+        }
+    }
+    return found;
+}
+
+// Of page-locked slabs: as asked; else half of what is available, because locked memory is lost to everybody else; and always enough to
+// hand a batch's experts over.
+static uint64_t device_ram_budget(const moe_stream & moe) {
+    uint64_t experts = 0;
+    uint64_t largest = 0;
+    std::set<uint64_t> sizes;
+    for (const auto & [il, tensors] : moe.layers) {
+        if (is_device_pool(tensors[0].place) && !moe.resident.count(il)) {
+            const uint64_t bytes = slab_bytes(tensors);
+            experts += bytes * tensors[0].n_expert;
+            largest  = std::max(largest, bytes);
+            sizes.insert(bytes);
+        }
+    }
+    const uint64_t least = std::min<uint64_t>(experts, 2 * 8 * moe.n_used_max * largest * sizes.size());
+    if (moe.ram_wanted > 0) {
+        return std::max<uint64_t>(moe.ram_wanted, least);
+    }
+    if (moe.ram_given && moe.ram_wanted == 0) {
+        return least;
+    }
+    const uint64_t available = moe.memory.available_bytes;
+    const uint64_t reserve   = available / 20 + std::min<uint64_t>(512ull << 20, available / 10);
+    uint64_t others = 0; // slots in the processor's memory
+    for (const auto & [il, tensors] : moe.layers) {
+        for (const file_tensor & t : tensors) {
+            others += is_device_pool(t.place) ? 0 : ggml_nbytes(t.pool);
+        }
+    }
+    const uint64_t most = available - std::min(available, reserve + others);
+    return std::clamp<uint64_t>(moe.ram_wanted == MOE_RAM_AUTO ? most : std::min(most, available / 2), least, experts);
 }
 
 // of a layer: what guesses are made with
@@ -1363,26 +1669,36 @@ void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
             if (!t.pool) {
                 continue;
             }
+            moe->places[t.place];
             if (t.place != it->second[0].place) {
                 throw std::runtime_error(format("--moe-slots: the experts of layer %d are in two places, '%s' on %s and '%s' on %s; hint: an --override-tensor that "
                         "matches all expert tensors of a layer, or none", it->first, it->second[0].name.c_str(), ggml_backend_buft_name(it->second[0].place),
                         t.name.c_str(), ggml_backend_buft_name(t.place)));
             }
-            // a device takes batches of more than a few tokens through staging only
-            needs_staging[t.place] = needs_staging[t.place] || is_device_pool(t.place) || t.pool->ne[2] < t.n_expert;
         }
         const bool used = it->second[0].pool != nullptr;
         it = used ? std::next(it) : moe->layers.erase(it);
     }
-    if (needs_staging.empty()) {
+    if (moe->places.empty()) {
         throw std::runtime_error("--moe-slots: the model uses none of its expert tensors");
     }
-    for (const auto & [place, needed] : needs_staging) {
-        moe->places[place];
-    }
+    check_on_gpu(*moe);
     if (moe->on_device()) {
+        decide_gpu_path(*moe, ml.no_alloc);
         refuse_on_device(*moe);
         moe->n_ring = 0;
+    } else if (moe->gpu_path != gpu_path_kind::automatic || moe->pool_wanted != pool_kind::automatic) {
+        const char * flag = moe->gpu_path != gpu_path_kind::automatic ? "--moe-gpu-path" : "--moe-pool";
+        throw std::runtime_error(format("%s does nothing: the experts of all layers are computed on the cpu; hint: leave out %s, or -ngl 99 without --cpu-moe and a build for "
+                "the card (moestream build --backend cuda)", flag, flag));
+    }
+    for (const auto & [il, tensors] : moe->layers) {
+        for (const file_tensor & t : tensors) {
+            // a device takes batches of more than a few tokens through staging only
+            if (t.pool && !moe->resident.count(il) && (is_device_pool(t.place) || t.pool->ne[2] < t.n_expert)) {
+                needs_staging[t.place] = true;
+            }
+        }
     }
     moe->half_bytes = 0;
     lay_out_staging(*moe);
@@ -1400,10 +1716,10 @@ void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
         moe->n_ring     = 0;
     }
     if (moe->on_device() || !any) { // copies to and from a device's slots are not made for them
-        moe->ram_budget = 0;
+        moe->ram_budget = moe->by_device ? moe->ram_budget : 0;
         moe->n_guess    = 0;
     }
-    if (moe->ram_budget > 0) {
+    if (moe->ram_budget > 0 && !moe->by_device) {
         ggml_context * host_ctx = ml.ctx_map.at({ pool_buft(), false }).get();
         std::vector<moe::ram_tier::layer_size> sizes;
         for (const auto & [il, tensors] : moe->layers) {
@@ -1728,13 +2044,50 @@ static moe::router_weights find_router(const moe_stream & moe, int32_t il) {
     return r;
 }
 
+// a weight of the layer's router in the memory of the device that looks after its slots; null: there is none such
+static ggml_tensor * router_on_device(const moe_stream & moe, int32_t il, const char * name) {
+    const auto it = moe.routers.find(format("blk.%d.%s", il, name));
+    ggml_tensor * t = it == moe.routers.end() ? nullptr : const_cast<ggml_tensor *>(it->second);
+    return t && t->data && t->buffer && ggml_backend_buffer_get_type(t->buffer) == own_buft(moe.layers.at(il)[0].place) ? t : nullptr;
+}
+
+// of the layers whose slots devices look after; why there is nothing to guess with, empty: there is
+static std::string set_up_device_guesses(moe_stream & moe) {
+    int32_t n_known = 0;
+    for (size_t i = 1; i < moe.device_layers.size(); ++i) { // nobody guesses the first
+        moe::device_layer & l = moe.device_layers[i];
+        if (!l.state || !moe.device_layers[i - 1].state || l.n_slot >= l.n_expert || moe.layers_in_order[i] != moe.layers_in_order[i - 1]) {
+            continue;
+        }
+        const int32_t il = std::next(moe.layers.begin(), i)->first;
+        ggml_tensor * t = router_on_device(moe, il, "ffn_gate_inp.weight");
+        if (!t || ggml_n_dims(t) > 2 || t->ne[1] != l.n_expert || t->nb[0] != ggml_type_size(t->type) || t->ne[0] % 4 != 0 ||
+                (t->type != GGML_TYPE_F32 && t->type != GGML_TYPE_F16 && t->type != GGML_TYPE_BF16)) {
+            continue;
+        }
+        const auto floats = [&](const char * name) {
+            const ggml_tensor * b = router_on_device(moe, il, name);
+            return b && b->type == GGML_TYPE_F32 && ggml_nelements(b) == l.n_expert ? (const float *) b->data : nullptr;
+        };
+        l.router_bias = floats("ffn_gate_inp.bias");
+        l.choice_bias = floats("exp_probs_b.bias");
+        moe.tables[i].router = t;
+        ++n_known;
+    }
+    return n_known > 0 ? "" : "no router of the usual name and type, every expert has a slot, or only one layer of experts";
+}
+
 // when the first graph is built: only then are the weights loaded
 static void set_up_guesses(moe_stream & moe) {
     std::lock_guard<std::mutex> lock(moe.report_mutex);
     std::string & why = moe.report.prefetch_reason;
-    why = moe.prefetch == moe::prefetch_kind::off ? "as asked" : !moe.overlap ? "--moe-overlap off" : moe.on_device() ? "experts on a device" :
-        moe.n_guess == 0 ? "every expert has a slot" : "";
+    why = moe.prefetch == moe::prefetch_kind::off ? "as asked" : !moe.overlap ? "--moe-overlap off" : moe.on_device() && !moe.by_device ? "slots on a device that the host looks after" :
+        moe.n_guess == 0 && !moe.by_device ? "every expert has a slot" : "";
     if (!why.empty()) {
+        return;
+    }
+    if (moe.by_device) {
+        why = set_up_device_guesses(moe);
         return;
     }
     std::vector<moe::router_weights> routers(1); // nobody guesses the first layer
@@ -1766,6 +2119,153 @@ static uint8_t * make_bounce(moe_stream & moe, const moe::file_source & source, 
     return nullptr;
 }
 
+// in which the pools of a place are
+static ggml_backend_buffer_t buffer_of(const moe_stream & moe, ggml_backend_buffer_type_t place) {
+    for (const auto & [il, tensors] : moe.layers) {
+        if (tensors[0].place == place) {
+            return tensors[0].pool->buffer;
+        }
+    }
+    GGML_ABORT("no pool in a place");
+}
+
+// all experts of the layer, as a warm fill brings them
+static std::vector<int32_t> warm_order(const moe_stream & moe, const moe::layer_desc & d) {
+    if (const moe::map_layer * l = moe.map ? moe.map->find(d.layer) : nullptr) {
+        return l->by_use();
+    }
+    std::vector<int32_t> order(d.n_expert);
+    for (int32_t e = 0; e < d.n_expert; ++e) {
+        order[e] = e;
+    }
+    return order;
+}
+
+// What a device knows of its slots, as tensors: the node that maps experts to slots is put where they are. Also in the memory-fit pass.
+static void make_tables(moe_stream & moe) {
+    moe.ctx_tables.reset(ggml_init({ 2 * (moe.layers.size() + moe.places.size()) * ggml_tensor_overhead(), nullptr, true }));
+    std::map<ggml_backend_buffer_type_t, std::vector<ggml_tensor *>> by_place;
+    for (const auto & [il, tensors] : moe.layers) {
+        moe.tables.emplace_back();
+        const ggml_backend_buffer_type_t place = tensors[0].place;
+        if (!is_device_pool(place) || moe.resident.count(il)) {
+            continue;
+        }
+        const int64_t n_slot   = tensors[0].pool->ne[2];
+        const int64_t n_expert = tensors[0].n_expert;
+        device_tables & t = moe.tables.back();
+        t.slot_of = ggml_new_tensor_1d(moe.ctx_tables.get(), GGML_TYPE_I32, n_expert);
+        t.rest    = ggml_new_tensor_1d(moe.ctx_tables.get(), GGML_TYPE_I8, device_tables::at_state(n_slot, n_expert) + sizeof(moe::device_layer_state));
+        ggml_format_name(t.slot_of, "moe_slot_of-%d", il);
+        by_place[place].push_back(t.slot_of);
+        by_place[place].push_back(t.rest);
+    }
+    for (auto & [place, tensors] : by_place) {
+        tensors.push_back(ggml_new_tensor_1d(moe.ctx_tables.get(), GGML_TYPE_I8, sizeof(moe::device_control)));
+        expert_place & p = moe.places.at(place);
+        if (!p.staging->data) { // the memory-fit pass
+            for (ggml_tensor * t : tensors) {
+                t->buffer = p.staging->buffer;
+            }
+            continue;
+        }
+        const size_t align = ggml_backend_buft_get_alignment(own_buft(place));
+        size_t size = 0;
+        for (const ggml_tensor * t : tensors) {
+            size += align_up(ggml_backend_buft_get_alloc_size(own_buft(place), t), align);
+        }
+        ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(own_buft(place), size);
+        if (!buffer) {
+            throw std::runtime_error(format("cannot allocate %.2f MiB on %s for the tables of its slots; hint: fewer slots", size / 1048576.0, ggml_backend_buft_name(own_buft(place))));
+        }
+        moe.tables_buffers.emplace_back(buffer);
+        ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS); // the scheduler computes where weights are
+        ggml_backend_buffer_clear(buffer, 0);
+        char * base = (char *) ggml_backend_buffer_get_base(buffer);
+        for (ggml_tensor * t : tensors) {
+            ggml_backend_tensor_alloc(buffer, t, base);
+            base += align_up(ggml_backend_buft_get_alloc_size(own_buft(place), t), align);
+        }
+        p.at_tables = std::make_unique<device_storage>(buffer);
+        p.control   = (moe::device_control *) tensors.back()->data;
+    }
+}
+
+static moe::device_tier::options tier_options(const moe_stream & moe, bool poison) {
+    const auto number = [](const char * name) {
+        const char * value = getenv(name);
+        return value ? (uint32_t) std::clamp(atoi(value), 0, 1000000) : 0;
+    };
+    moe::device_tier::options opt;
+    opt.slabs    = (uint8_t *) ggml_backend_buffer_get_base(moe.slabs.get());
+    opt.budget   = moe.ram_budget;
+    opt.box      = (moe::device_mailbox *) ggml_backend_buffer_get_base(moe.shared.get());
+    opt.slab_of  = (int64_t *) ((char *) opt.box + mailbox_bytes);
+    opt.poison   = poison;
+    opt.delay_us = number("MOESTREAM_ANSWER_DELAY_US");
+    opt.mute     = is_set("MOESTREAM_MUTE");
+    return opt;
+}
+
+// what copies of an expert can be cut into
+static int32_t copy_unit(const moe::device_layer & l) {
+    uint64_t all = (uint64_t) (uintptr_t) l.slabs;
+    for (int32_t i = 0; i < l.n_part; ++i) {
+        all |= (uint64_t) (uintptr_t) l.parts[i].slots | l.parts[i].bytes | l.parts[i].in_slab;
+    }
+    return all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 1;
+}
+
+static void fill_tables(moe_stream & moe, const std::vector<moe::layer_desc> & descs, bool checks) {
+    const char * timeout_ms = getenv("MOESTREAM_ANSWER_TIMEOUT_MS");
+    const auto * box = (const char *) ggml_backend_buffer_get_base(moe.shared.get());
+    const auto * slab_of = (const int64_t *) (box + mailbox_bytes);
+    for (size_t i = 0; i < descs.size(); ++i) {
+        const moe::layer_desc & d = descs[i];
+        moe.device_layers.emplace_back();
+        moe.layers_in_order.push_back(std::next(moe.layers.begin(), i)->second[0].place);
+        const int64_t * slab_of_layer = slab_of;
+        slab_of += d.n_expert;
+        if (!d.by_device || moe.shapes[i].is_resident) {
+            continue;
+        }
+        const expert_place & place = moe.places.at(moe.layers_in_order.back());
+        moe::device_layer & l = moe.device_layers.back();
+        uint8_t * rest = (uint8_t *) moe.tables[i].rest->data;
+        l.i_layer    = (int32_t) i;
+        l.n_expert   = d.n_expert;
+        l.n_slot     = d.n_slot;
+        l.n_part     = (int32_t) d.parts.size();
+        l.checks     = checks;
+        l.timeout_ns = (uint64_t) std::max(1, timeout_ms ? atoi(timeout_ms) : 20000) * 1000000;
+        l.slot_of    = (int32_t *) moe.tables[i].slot_of->data;
+        l.expert_of  = (int32_t *) rest;
+        l.last_use   = (uint32_t *) (rest + 4 * d.n_slot);
+        l.stays      = rest + 8 * d.n_slot;
+        l.is_guess   = rest + 8 * d.n_slot + d.n_expert;
+        l.scores     = (float *) (rest + device_tables::at_scores(d.n_slot, d.n_expert));
+        l.state      = (moe::device_layer_state *) (rest + device_tables::at_state(d.n_slot, d.n_expert));
+        l.n_used     = moe.n_used_of.at(d.layer);
+        l.control    = place.control;
+        l.slab_of    = slab_of_layer;
+        l.slabs      = (const uint8_t *) ggml_backend_buffer_get_base(moe.slabs.get());
+        l.box        = (moe::device_mailbox *) box;
+        for (size_t k = 0; k < d.parts.size(); ++k) {
+            l.parts[k] = { d.parts[k].slots, d.parts[k].expert_bytes, moe.stream->offset_in_device_slab((int32_t) i, k) };
+        }
+        l.unit = copy_unit(l);
+
+        const std::vector<int32_t> none(std::max(d.n_expert, d.n_slot), -1);
+        std::vector<uint8_t> stays(d.n_expert, 0);
+        for (const int32_t e : d.kept) {
+            stays[e] = 1;
+        }
+        place.at_tables->write(l.slot_of, none.data(), d.n_expert * sizeof(int32_t));
+        place.at_tables->write(l.expert_of, none.data(), d.n_slot * sizeof(int32_t));
+        place.at_tables->write((void *) l.stays, stays.data(), d.n_expert);
+    }
+}
+
 void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<const ggml_tensor *, ggml_prec> & prec) {
     if (!moe) {
         return;
@@ -1781,17 +2281,27 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
         if (!is_device_pool(buft)) {
             continue;
         }
-        ggml_backend_buffer_t buffer = place.staging->buffer;
+        ggml_backend_buffer_t buffer = buffer_of(*moe, buft);
         buffer->buft = own_buft(buft); // also of the memory-fit pass, whose scheduler must know where these tensors are
         place.device_bytes = ggml_backend_buffer_get_size(buffer);
-        place.at = std::make_unique<device_storage>(buffer);
+        if (!is_in_host(buft)) {
+            place.at = std::make_unique<device_storage>(buffer);
+        }
+    }
+    if (moe->by_device) {
+        make_tables(*moe);
     }
 
+    std::unique_ptr<moe::ram_tier> slabs;
+    if (moe->by_device) {
+        moe->ram_budget = ml.no_alloc ? device_ram_budget(*moe) : moe->ram_budget;
+        slabs = std::make_unique<moe::ram_tier>(moe::device_tier::plan(tier_layers(*moe), moe->ram_budget));
+    }
     std::vector<moe::layer_desc> descs;
     for (auto & [il, tensors] : moe->layers) {
         const int32_t i_layer = (int32_t) descs.size();
         const expert_place & place = moe->places.at(tensors[0].place);
-        const bool on_device = place.at != nullptr;
+        const bool on_device = is_device_pool(tensors[0].place);
         int64_t n_slot_tokens = INT64_MAX;
         moe->layer_gates.resize(2 * i_layer + 2);
         moe::layer_desc d;
@@ -1830,8 +2340,18 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
         }
         apply_map(*moe, d);
         d.at      = place.at.get();
-        d.staging = on_device ? (uint8_t *) place.staging->data : nullptr;
-        moe->shapes.push_back({ d.n_expert, d.n_free_slot(), n_slot_tokens, on_device });
+        const bool is_resident = moe->resident.count(il) > 0;
+        d.staging = on_device && place.staging ? (uint8_t *) place.staging->data : nullptr;
+        d.by_device = on_device && (moe->by_device || is_resident);
+        if (is_resident) {
+            d.warm.clear();
+        } else if (d.by_device) { // one node maps so many ids, and all that may be missing must be in slabs at once
+            n_slot_tokens = std::min<int64_t>(n_slot_tokens, std::min(moe::device_max_ids, slabs->n_slab_for(i_layer)) / std::max(1, moe->n_used_of[il]));
+            if (d.warm.size() > 0) { // by use, or by number: all of them
+                d.warm = warm_order(*moe, d);
+            }
+        }
+        moe->shapes.push_back({ d.n_expert, d.n_free_slot(), n_slot_tokens, on_device, is_resident });
         descs.push_back(d);
     }
 
@@ -1911,6 +2431,11 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
         open_trace(*moe, ml, descs);
         opt.trace = moe->trace.get();
     }
+    if (moe->by_device) {
+        opt.device = tier_options(*moe, opt.poison);
+        opt.device_guesses = moe->guesses_possible();
+        opt.prefetch       = moe->prefetch;
+    }
     const auto make_reader = [&] {
         const int32_t depth = r.io_in_flight / r.io_threads;
         return std::make_unique<moe::reader>(std::move(source), r.io_threads, moe::reader::default_chunk_size, n_repacked > 0 || moe->on_device(), depth,
@@ -1929,7 +2454,16 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
         r.io_reason += std::string("; no io_uring: ") + e.what();
         io = make_reader();
     }
+    const std::vector<moe::layer_desc> kept = descs;
     moe->stream = std::make_unique<moe::stream>(opt, std::move(descs), std::move(io));
+    if (moe->by_device) {
+        fill_tables(*moe, kept, opt.check);
+    }
+    for (size_t i = 0; i < kept.size(); ++i) {
+        if (moe->shapes[i].is_resident) {
+            moe->stream->fill_all((int32_t) i);
+        }
+    }
 }
 
 // Now that the true sizes are known: slots that "auto" chose must fit, or the kernel would end the program in the middle of an answer.
@@ -2171,7 +2705,7 @@ static bool is_node(const ggml_tensor * t, ggml_custom_op_t fun) {
 
 static bool is_staged(const moe_stream * moe, int32_t i_layer, const ggml_tensor * ids) {
     const layer_shape & s = moe->shapes[i_layer];
-    return ids->ne[1] > s.n_slot_tokens || !moe::fits_slots(s.n_expert, s.n_free_slot, ids->ne[0], ids->ne[1]);
+    return !s.is_resident && (ids->ne[1] > s.n_slot_tokens || !moe::fits_slots(s.n_expert, s.n_free_slot, ids->ne[0], ids->ne[1]));
 }
 
 // the state is one that the next layer's router can score
@@ -2180,18 +2714,63 @@ static bool can_guess(const moe_stream & moe, int32_t i_layer, const ggml_tensor
         state->type == GGML_TYPE_F32 && ggml_n_dims(state) <= 2 && state->nb[0] == sizeof(float);
 }
 
+// The device finds the slots itself, and fetches ahead what the next layer will probably want. In the memory-fit pass there are no arguments for
+// its kernels yet, and nothing is computed.
+static ggml_tensor * map_on_device(moe_stream & moe, ggml_context * ctx, ggml_cgraph * gf, int32_t i_layer, ggml_tensor * selected, ggml_tensor * state) {
+    // what the layer before guessed from is kept until the guess has been made, which is by now
+    thread_local struct {
+        const ggml_cgraph * gf;
+        int32_t             i_layer;
+        ggml_tensor       * state;
+    } guessed_from = {};
+
+    const device_tables & tables = moe.tables[i_layer];
+    const ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tables.slot_of->buffer));
+    const bool is_fit = moe.device_layers.empty();
+    ggml_tensor * map_args[] = { selected, tables.slot_of, guessed_from.state };
+    const bool was_guessed = guessed_from.gf == gf && guessed_from.i_layer == i_layer;
+    ggml_tensor * map = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, map_args, was_guessed ? 3 : 2, device_map_of(dev), 1,
+            is_fit ? nullptr : &moe.device_layers[i_layer]);
+    ggml_format_name(map, "moe_map-%d", i_layer);
+    ggml_build_forward_expand(gf, map);
+    guessed_from = {};
+
+    const int32_t i_next = i_layer + 1;
+    if (is_fit || i_next >= (int32_t) moe.tables.size() || !moe.tables[i_next].router) {
+        return map;
+    }
+    const device_tables & next  = moe.tables[i_next];
+    const layer_shape   & shape = moe.shapes[i_next];
+    const int64_t n_tokens = state->ne[1];
+    if (state->type == GGML_TYPE_F32 && ggml_n_dims(state) <= 2 && state->nb[0] == sizeof(float) && state->nb[1] % 16 == 0 &&
+            state->view_offs % 16 == 0 && state->ne[0] == next.router->ne[0] &&
+            n_tokens <= std::min<int64_t>(shape.n_slot_tokens, moe::device_guess_tokens) &&
+            moe::fits_slots(shape.n_expert, shape.n_free_slot, moe.device_layers[i_next].n_used, n_tokens)) {
+        ggml_tensor * guess_args[] = { state, next.router, next.slot_of };
+        ggml_tensor * guess = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, guess_args, 3, device_fn<ggml_custom_op_t>(dev, "moe_device_guess"), 1,
+                &moe.device_layers[i_next]);
+        ggml_format_name(guess, "moe_guess-%d", i_next);
+        ggml_build_forward_expand(gf, guess);
+        guessed_from = { gf, i_next, state };
+    }
+    return map;
+}
+
 ggml_tensor * moe_graph_ids(moe_stream * moe, ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * selected, ggml_tensor * down_exps,
         ggml_tensor * state) {
     if (!moe) {
         return selected;
     }
     const auto it = moe->i_layer_of.find(down_exps);
-    if (it == moe->i_layer_of.end()) {
+    if (it == moe->i_layer_of.end() || moe->shapes[it->second].is_resident) {
         return selected;
     }
     std::call_once(moe->set_up_once, [moe] { set_up_guesses(*moe); });
     const int32_t i_layer = it->second;
     const int32_t staged = is_staged(moe, i_layer, selected);
+    if (!staged && moe->by_device && moe->shapes[i_layer].on_device) {
+        return map_on_device(*moe, ctx, gf, i_layer, selected, state);
+    }
 
     ggml_tensor * begin = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, &selected, 1, op_begin, 1, moe);
     ggml_format_name(begin, "moe_begin-%d", i_layer);
@@ -2384,9 +2963,13 @@ void moe_graph_finish(moe_stream * moe, ggml_cgraph * gf) {
 // compute
 //
 
-moe_compute::moe_compute(moe_stream * moe, ggml_backend_sched_t sched) : moe(moe && moe->stream ? moe : nullptr), sched(sched) {
+moe_compute::moe_compute(moe_stream * moe, ggml_backend_sched_t sched, uint32_t n_tokens) : moe(moe && moe->stream ? moe : nullptr), sched(sched) {
     if (this->moe) {
         this->moe->stream->compute_begin();
+        if (this->moe->by_device && n_tokens <= (uint32_t) moe::device_guess_tokens && this->moe->n_dry == 0) {
+            this->moe->stream->note_guess_place(n_tokens);
+        }
+        this->moe->tell_devices();
         open = true;
     }
 }
@@ -2409,6 +2992,9 @@ ggml_status moe_compute::finish(ggml_status status) {
     std::string error = moe->stream->compute_end(status == GGML_STATUS_SUCCESS);
     const bool failed = !error.empty();
     if (failed) {
+        for (auto & [buft, place] : moe->places) {
+            place.is_told = false; // a device may have given up asking
+        }
         LLAMA_LOG_ERROR("moestream: %s\n", error.c_str());
     }
     {

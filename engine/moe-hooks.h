@@ -97,7 +97,7 @@ void moe_graph_finish(moe_stream * moe, ggml_cgraph * gf);
 // on after it has returned
 class moe_compute {
 public:
-    moe_compute(moe_stream * moe, ggml_backend_sched_t sched);
+    moe_compute(moe_stream * moe, ggml_backend_sched_t sched, uint32_t n_tokens);
     ~moe_compute();
 
     ggml_status finish(ggml_status status);

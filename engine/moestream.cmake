@@ -2,6 +2,7 @@
 
 set(MOESTREAM_SOURCES
     budget.cpp
+    device-tier.cpp
     expert-ring.cpp
     header-check.cpp
     io-probe.cpp
@@ -34,6 +35,15 @@ foreach (target IN LISTS MOESTREAM_GGML_TARGETS)
         target_include_directories(${target} PRIVATE "${MOESTREAM_ENGINE_DIR}")
     endif()
 endforeach()
+
+# slots that a device looks after itself
+if (TARGET ggml-cuda)
+    target_sources(ggml-cuda PRIVATE "${MOESTREAM_ENGINE_DIR}/moe-cuda.cu")
+    set_source_files_properties("${MOESTREAM_ENGINE_DIR}/moe-cuda.cu" TARGET_DIRECTORY ggml-cuda PROPERTIES LANGUAGE CUDA)
+    # the only file of upstream's that knows of it
+    set_source_files_properties("${PROJECT_SOURCE_DIR}/ggml/src/ggml-cuda/ggml-cuda.cu" TARGET_DIRECTORY ggml-cuda PROPERTIES
+        INCLUDE_DIRECTORIES "${MOESTREAM_ENGINE_DIR}")
+endif()
 
 # upstream builds its sources as large units; ours keep their own static names
 set_source_files_properties(${MOESTREAM_SOURCES} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)

@@ -127,6 +127,17 @@ void ram_tier::exchange(int32_t slab, int32_t expert) {
     set(slab, slabs[slab].i_layer, expert);
 }
 
+void ram_tier::touch(int32_t slab) {
+    if (slabs[slab].expert >= 0) {
+        unlink(slab);
+        link(slab);
+    }
+}
+
+int32_t ram_tier::n_slab_for(int32_t i_layer) const {
+    return (int32_t) std::count_if(slabs.begin(), slabs.end(), [&](const slab_state & s) { return s.i_class == class_of[i_layer]; });
+}
+
 void ram_tier::release(int32_t slab) {
     slab_state & s = slabs[slab];
     TIER_CHECK(s.n_held > 0, "slab %d", slab);

@@ -43,6 +43,12 @@ public:
     // the slab's expert gives its place to another of the same layer, which has no slab and counts as new
     void exchange(int32_t slab, int32_t expert);
 
+    // the expert of the slab was wanted: it counts as new
+    void touch(int32_t slab);
+
+    // slabs that the layer shares with those whose experts have the same size
+    int32_t n_slab_for(int32_t i_layer) const;
+
     void hold(int32_t slab)    { slabs[slab].n_held++; }
     void release(int32_t slab);
     int32_t n_held(int32_t slab) const { return slabs[slab].n_held; }

@@ -507,7 +507,11 @@ static void copy(const transfer & t) {
         return;
     }
     save(t);
-    copy_in(t.at, t.dst, t.src, t.size);
+    if (t.at && t.src_is_ours) {
+        t.at->write(t.dst, t.src, t.size);
+    } else {
+        copy_in(t.at, t.dst, t.src, t.size);
+    }
 }
 
 void reader::work(worker & w) {

@@ -140,6 +140,7 @@ struct transfer {
     void    * save  = nullptr; // gets what dst held, before anything is written there; may be src: then both change places. Unless told
                                // otherwise by the group, also when the read fails.
     const storage * at = nullptr; // where dst, and src, are; what is read for it is not converted, and nothing of it saved
+    bool src_is_ours = false; // with at: src is the processor's memory
 };
 
 // The transfers that one waits for together. May be submitted to again once it is idle. Not movable.

@@ -92,6 +92,7 @@ std::string stats_json(const stream_report & r, const stream_stats & s) {
         .add("staging", r.staging)
         .add("ram_requested", r.ram_requested)
         .raw("prefetch", json_object().add("requested", r.prefetch).add("on", s.prefetch_on.load()).add("reason", r.prefetch_reason).str())
+        .raw("gpu_path", r.gpu_path.empty() ? "null" : json_object().add("in_force", r.gpu_path).add("reason", r.gpu_path_reason).str())
         .add("placement", r.placement)
         .raw("kernels", json_object().add("experts", r.kernels_expert).add("dense", r.kernels_dense)
             .add("same_bits_as", r.same_bits_as).str())

@@ -80,6 +80,8 @@ struct stream_report {
     std::string ram_requested;  // as given: "none", "auto" or bytes
     std::string prefetch;       // as given: "auto", "on" or "off"
     std::string prefetch_reason; // why nothing is guessed, whatever was asked for; empty: it is possible
+    std::string gpu_path;       // who looks after slots on devices: "mailbox" (they themselves), "copy" (the host); empty: there are none
+    std::string gpu_path_reason;
     std::string placement;      // where slots are and the expert matmuls run: "cpu", a device, or several, with their layers
     std::string kernels_expert; // "plain", "repacked", or "repacked and plain"
     std::string kernels_dense;

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 namespace moe {
 
@@ -41,7 +42,16 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
     int32_t n_expert_max = 0;
     size_t  n_part_max   = 0;
     std::vector<ram_tier::layer_size> sizes;
+    std::vector<device_tier::layer> of_device;
     for (layer_desc & d : descs) {
+        of_device.push_back({ d.layer, d.n_expert, {}, {} });
+        if (d.by_device && d.n_slot < d.n_expert) {
+            for (const expert_part & p : d.parts) {
+                of_device.back().parts.push_back({ p.file, p.offset, p.expert_bytes });
+            }
+            of_device.back().warm = std::move(d.warm);
+            d.warm.clear();
+        }
         auto l = std::make_unique<layer_state>(d, opt.policy, (int32_t) layers.size());
         auto s = std::make_unique<layer_stats>();
         s->layer    = d.layer;
@@ -92,6 +102,10 @@ stream::stream(const options & opt, std::vector<layer_desc> descs, std::unique_p
     if (opt.n_ring > 0 && opt.staging) {
         ring = std::make_unique<expert_ring>(*io, opt.staging, opt.ring_bytes, opt.n_ring, n_expert_max * n_part_max, opt.poison);
     }
+    device_before.resize(layers.size());
+    if (opt.device.box) {
+        tier = std::make_unique<device_tier>(opt.device, std::move(of_device), *io, stats_);
+    }
 }
 
 stream::~stream() {
@@ -103,21 +117,31 @@ stream::~stream() {
     if (warm_thread.joinable()) {
         warm_thread.join();
     }
+    tier.reset(); // submits to
     io.reset(); // ends the workers; nothing is in flight from here on
 }
 
 void stream::compute_begin() {
     compute.lock();
     error.clear();
-    guessing     = !guesses.empty() && (opt.prefetch == prefetch_kind::on || (opt.prefetch == prefetch_kind::automatic && guess_trial.is_on()));
+    guessing     = (!guesses.empty() || opt.device_guesses) && (opt.prefetch == prefetch_kind::on || (opt.prefetch == prefetch_kind::automatic && guess_trial.is_on()));
     guess_tokens = 0;
     begin_us     = now_us();
     stats_.prefetch_on = guessing;
+    if (tier) {
+        tier->compute_begin();
+    }
     std::lock_guard<std::mutex> lock(warm_mutex);
     is_computing = true;
 }
 
 std::string stream::compute_end(bool complete) {
+    if (tier) {
+        const std::string what = tier->compute_end();
+        if (!what.empty()) {
+            note_error(what.c_str(), 0); // its reads are counted
+        }
+    }
     if (complete) {
         settle_late();
     }
@@ -345,7 +369,9 @@ void stream::settle_fills(layer_state & l, layer_stats & waiting) {
 
 void stream::settle_half(half & h, layer_stats & waiting) {
     wait_for(h.fill, waiting);
-    release(h.held);
+    if (h.i_layer >= 0) {
+        release(*layers[h.i_layer], h.held);
+    }
     if (h.fill.ok()) {
         return;
     }
@@ -411,6 +437,15 @@ int32_t stream::hold_slab(const layer_state & l, int32_t expert, std::vector<int
         held.push_back(slab);
     }
     return slab;
+}
+
+void stream::release(const layer_state & l, std::vector<int32_t> & held) {
+    if (l.desc.by_device) {
+        tier->release(held);
+        held.clear();
+    } else {
+        release(held);
+    }
 }
 
 void stream::release(std::vector<int32_t> & held) {
@@ -603,12 +638,21 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
     uint64_t n_from_ram = 0;
     scratch_transfers.clear();
     for (const int32_t e : experts) {
-        if (!h.filled[e]) {
-            if (opt.check) {
-                check_slot(l, e);
-            }
-            (l.pool.peek(e) >= 0 ? n_copied : hold_slab(l, e, h.held) >= 0 ? n_from_ram : n_read) += 1;
+        if (h.filled[e]) {
+            continue;
         }
+        if (opt.check) {
+            check_slot(l, e);
+        }
+        if (l.desc.by_device) {
+            slot_by_expert[e] = tier->hold(l.index, e);
+            if (slot_by_expert[e] >= 0) {
+                h.held.push_back(slot_by_expert[e]);
+            }
+        } else if (l.pool.peek(e) < 0) {
+            slot_by_expert[e] = hold_slab(l, e, h.held);
+        }
+        (l.pool.peek(e) >= 0 ? n_copied : slot_by_expert[e] >= 0 ? n_from_ram : n_read) += 1;
     }
     for (size_t i = 0; i < l.desc.parts.size(); ++i) {
         const expert_part & part = l.desc.parts[i];
@@ -617,10 +661,11 @@ void stream::fill_half(half & h, layer_state & l, const std::vector<int32_t> & e
                 continue;
             }
             const int32_t slot = l.pool.peek(e);
-            const int32_t slab = slot < 0 ? find_slab(l, e) : -1;
-            const uint8_t * src = slot >= 0 ? part.slots + slot * part.expert_bytes : slab >= 0 ? in_slab(slab, l.desc, i) : nullptr;
+            const int32_t slab = slot < 0 ? slot_by_expert[e] : -1;
+            const uint8_t * src = slot >= 0 ? part.slots + slot * part.expert_bytes : slab < 0 ? nullptr :
+                l.desc.by_device ? tier->bytes_of(slab, l.index, i) : in_slab(slab, l.desc, i);
             scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, in_half(h, l.desc, part, e), src,
-                part.convert, &landing_of(h, i, e), nullptr, l.desc.at });
+                part.convert, &landing_of(h, i, e), nullptr, l.desc.at, slab >= 0 });
         }
     }
     for (const int32_t e : experts) {
@@ -892,6 +937,9 @@ void stream::settle(int32_t i_layer, bool staged) {
 
 // the experts of the last tokens into the slots, the newest used last, while the layer computes
 void stream::copy_to_slots(half & h, layer_state & l) {
+    if (l.desc.by_device) {
+        return;
+    }
     std::reverse(l.last_experts.begin(), l.last_experts.end());
     l.pool.acquire(l.last_experts.data(), (int32_t) l.last_experts.size(), scratch_placed);
     l.stats->pins = l.pool.n_kept();
@@ -1029,6 +1077,9 @@ void stream::copy_guessed(layer_state & l, layer_stats & waiting) {
 //
 
 void stream::start_warm() {
+    if (tier) {
+        tier->start_warm();
+    }
     bool any = false;
     for (const auto & l : layers) {
         any = any || !l->desc.warm.empty();
@@ -1049,8 +1100,56 @@ void stream::start_warm() {
 }
 
 bool stream::wait_warm(std::chrono::seconds at_most) {
-    std::unique_lock<std::mutex> lock(warm_mutex);
-    return warm_changed.wait_for(lock, at_most, [this] { return !warm_left; });
+    const auto until = std::chrono::steady_clock::now() + at_most;
+    {
+        std::unique_lock<std::mutex> lock(warm_mutex);
+        if (!warm_changed.wait_until(lock, until, [this] { return !warm_left; })) {
+            return false;
+        }
+    }
+    return !tier || tier->wait_warm(until);
+}
+
+void stream::fill_all(int32_t i_layer) {
+    layer_state & l = *layers[i_layer];
+    for (int32_t e = 0; e < l.desc.n_expert; ++e) {
+        scratch_transfers.clear();
+        for (const expert_part & part : l.desc.parts) {
+            scratch_transfers.push_back({ e, part.file, part.offset + e * part.expert_bytes, part.expert_bytes, part.slots + e * part.expert_bytes, nullptr,
+                nullptr, nullptr, nullptr, l.desc.at });
+        }
+        io->submit(l.group, scratch_transfers, urgency::demand);
+    }
+    l.group.wait();
+    if (!l.group.ok()) {
+        throw std::runtime_error(l.group.error());
+    }
+    l.stats->warm_filled += l.desc.n_expert;
+    l.stats->warm_bytes  += l.desc.n_expert * l.desc.expert_bytes();
+}
+
+void stream::note_device_counters(int32_t i_layer, const device_layer_state & now) {
+    const layer_desc & d = layers[i_layer]->desc;
+    layer_stats & s = *layers[i_layer]->stats;
+    device_layer_state & before = device_before[i_layer];
+    const uint64_t bytes   = d.expert_bytes();
+    const uint64_t misses  = now.misses  - before.misses;
+    const uint64_t guesses = now.guesses - before.guesses;
+    const uint64_t guessed = now.guess_hits - before.guess_hits; // found in a slot, but only because they were guessed
+    const uint64_t found   = now.hits - before.hits - guessed;
+    s.hits           += found;
+    s.misses         += misses + guessed;
+    s.evictions      += now.evictions - before.evictions;
+    s.ram_hits       += misses + guessed - (now.asked - before.asked);
+    s.bytes_needed   += (found + misses + guessed) * bytes;
+    s.bytes_from_ram += (misses + guesses) * bytes;
+    s.guesses        += guesses;
+    s.guess_hits     += guessed;
+    s.guess_wasted_bytes = (now.guesses - now.guess_hits) * bytes; // or not used yet
+    if (i_layer == 0) {
+        stats_.tokens_decode += now.tokens - before.tokens;
+    }
+    before = now;
 }
 
 void stream::warm_up() {

@@ -38,6 +38,8 @@
 //   - a graph is computed by one thread team at a time (compute_begin() locks), so a slot is never evicted under a reader.
 //
 // Slots and staging of a layer may lie in a device's memory (storage). Then nobody takes single experts of it: it is not begun late.
+// The device may also look after the slots by itself (device-pool.h): then nobody begins the layer in slots, staging takes from the
+// RAM tier or the file only, and the tier is the device's (device-tier.h).
 //
 // A failed read is not an exception: the bytes are zeroed (so that what computes on goes through defined values), the error is
 // kept, and compute_end() reports it; the expert is not in the pool afterwards. An expert that was only read ahead, and that no
@@ -47,6 +49,7 @@
 // of that layer reads nothing and gets ids of rows with defined bytes, and compute_end() says what was chosen. Memory that runs out
 // between compute_begin() and compute_end() is an error of the same kind; nothing in between throws.
 
+#include "device-tier.h"
 #include "expert-ring.h"
 #include "policy.h"
 #include "ram-tier.h"
@@ -87,6 +90,7 @@ struct layer_desc {
     std::vector<int32_t> warm = {}; // experts to fill empty slots with, in this order
     const storage * at = nullptr;   // where slots and staging are
     uint8_t * staging  = nullptr;   // as options::staging, for layers whose halves are elsewhere; null: those
+    bool by_device     = false;     // the device looks after the slots
 
     // slots that a batch may have all to itself
     int32_t n_free_slot() const { return n_slot >= n_expert ? n_slot : n_slot - (int32_t) kept.size(); }
@@ -143,6 +147,8 @@ public:
         prefetch_kind prefetch  = prefetch_kind::on;
         uint64_t    guess_bytes = 0;       // of an entry: room for an expert of any layer, each part aligned as in a slab
         trace_writer * trace = nullptr; // of what valid batches chose; null: nothing is recorded
+        device_tier::options device = {}; // for layers that a device looks after; without a mailbox there are none
+        bool device_guesses = false;      // the device may fetch ahead
     };
 
     stream(const options & opt, std::vector<layer_desc> layers, std::unique_ptr<reader> io);
@@ -178,6 +184,10 @@ public:
     // layer before it and its settle(). What has a slot, or a slab, is not read; when no entry is free, neither is the rest.
     void guess(int32_t i_layer, const int32_t * experts, int32_t n);
 
+    // Reads all experts of a layer that a device looks after into the slots of their own numbers, before any graph. Throws
+    // std::runtime_error when one cannot be read.
+    void fill_all(int32_t i_layer);
+
     // whether guess() is to be called in the graph that computes; the same for all of it
     bool wants_guesses() const { return guessing; }
 
@@ -193,7 +203,13 @@ public:
 
     const stream_stats & stats() const { return stats_; }
     // bytes of the RAM tier's slabs, of the budget that it was given
-    uint64_t ram_bytes() const { return ram ? ram->bytes() : 0; }
+    uint64_t ram_bytes() const { return ram ? ram->bytes() : tier ? tier->bytes() : 0; }
+
+    // of layers that a device looks after, into the statistics: what its counters are now
+    void note_device_counters(int32_t i_layer, const device_layer_state & now);
+
+    // where a part begins in a slab of such a layer
+    uint64_t offset_in_device_slab(int32_t i_layer, size_t i_part) const { return tier->offset_in_slab(i_layer, i_part); }
 
     uint64_t bounce_bytes() const { return io ? io->bounce_bytes() : 0; }
 
@@ -277,6 +293,7 @@ private:
     void fill_slots(layer_state & l, const half * from);
     void add_transfer(layer_state & l, const slot_fill & f, const half * from, size_t i_part);
     void release(std::vector<int32_t> & held);
+    void release(const layer_state & l, std::vector<int32_t> & held);
     int32_t find_slab(const layer_state & l, int32_t expert) const;
     int32_t hold_slab(const layer_state & l, int32_t expert, std::vector<int32_t> & held);
     uint8_t * in_slab(int32_t slab, const layer_desc & d, size_t i_part) const;
@@ -334,7 +351,7 @@ private:
     std::vector<transfer>  scratch_transfers;
     std::vector<uint8_t>   scratch_bytes; // with options::check: a part of an expert whose slots are in a storage
 
-    std::unique_ptr<ram_tier> ram; // null: there is none
+    std::unique_ptr<ram_tier> ram; // null: there is none; or the device's
     std::vector<int32_t>      ring_held; // slabs that the ring reads from
     std::vector<std::unique_ptr<guess_entry>> guesses;
     trial    guess_trial;
@@ -345,6 +362,9 @@ private:
     // last, so that its workers end before what they write to
     std::unique_ptr<reader> io;
     std::unique_ptr<expert_ring> ring; // null: halves
+    std::unique_ptr<device_tier> tier; // null: no device looks after slots
+
+    std::vector<device_layer_state> device_before; // [layer] counters when they were looked at last
 };
 
 } // namespace moe

@@ -67,6 +67,7 @@ def test_what_is_in_force(server: LlamaServer, demo: Path) -> None:
         "mode": "direct", "requested": "direct", "reason": "as asked", "threads": 3, "backend": "threads", "in_flight": 3,
         "probe": {"note": "--moe-io says how to read", "rates": []},
     }  # fmt: skip
+    assert stats["gpu_path"] is None
     assert (stats["placement"], stats["kernels"]) == (
         "cpu",
         {"experts": "plain", "dense": "plain", "same_bits_as": "stock llama.cpp with --no-repack"},

@@ -44,8 +44,12 @@ def environment(**more: str) -> dict[str, str]:
     ("slots", "flags"),
     [
         ("used,used+25,all", ()),
-        ("used,used+25,all", ("--moe-io", "direct")),
-        ("used,used+25,all", ("--moe-io", "direct", "--moe-io-backend", "uring")),
+        ("used,used+25", ("--moe-prefetch", "on", "--moe-warm", "9")),
+        ("used,used+25", ("--moe-prefetch", "on", "--moe-ram", "1MiB")),
+        ("used,used+25", ("--moe-ram", "none", "--moe-io", "direct")),
+        ("used,used+25,all", ("--moe-gpu-path", "copy")),
+        ("used,used+25,all", ("--moe-gpu-path", "copy", "--moe-io", "direct", "--moe-io-backend", "uring")),
+        ("used,used+25,all", ("--moe-pool", "host")),
         ("used,used+25", ("--moe-policy", "lfu", "--moe-warm", "9")),
     ],
 )
@@ -56,9 +60,43 @@ def test_the_same_bits(demo: Path, slots: str, flags: tuple[str, ...], sequences
     found = prove.parse(done.stdout, "demo", sequences, "")
     assert [c.verdict for c in found] == ["ok"] * 5 * len(slots.split(",")), done.stdout
     for c in found:
+        if c.slots == 64 and not flags:
+            assert (c.via_slots, c.via_staging) == (0, 0), c  # all experts are in their places
+            continue
         # a card takes as many tokens through slots as its kernels look at one by one, and as there are slots for
         through_slots = c.ubatch <= 8 and (c.ubatch * 6 <= c.slots or c.slots == 64)
         assert (c.via_slots, c.via_staging) == ((160, 0) if through_slots else (0, 160)), c
+
+
+def test_ten_thousand_tokens_with_a_slow_host(demo: Path) -> None:
+    """Slabs for no more than a request needs, so that the host is asked all the time; it answers late, and what gives way is poisoned."""
+    flags = ("--slots", "used+3", "--ubatch", "1", "--tokens", "10000", "--moe-ram", "none", "--moe-prefetch", "on")
+    done = run(tool("moe-identity"), "-m", demo, "--gpu-layers", "99", *flags, env=environment(MOESTREAM_ANSWER_DELAY_US="100"))
+    (found,) = prove.parse(done.stdout, "demo", 1, "")
+    assert (found.verdict, found.via_slots) == ("ok", 10000), done.stdout
+    assert found.misses > 10000
+
+
+def test_a_host_that_never_answers_is_an_error_and_no_hang(demo: Path) -> None:
+    arguments = (
+        "-p",
+        "Once upon a time",
+        "-n",
+        "4",
+        "-no-cnv",
+        "-c",
+        "256",
+        "-ngl",
+        "99",
+        "--moe-slots",
+        "8",
+        "--device",
+        "CUDA0",
+    )
+    env = environment(MOESTREAM_MUTE="1", MOESTREAM_ANSWER_TIMEOUT_MS="300")
+    done = run(tool("llama-completion"), "-m", demo, *arguments, "-ub", "1", env=env, ok=False)
+    assert done.returncode != 0
+    assert "the host did not bring expert" in done.stderr and "hint: --moe-gpu-path copy" in done.stderr
 
 
 def test_contexts_in_turn_and_at_once(demo: Path) -> None:
@@ -91,6 +129,7 @@ def test_what_is_in_force_is_reported(demo: Path, tmp_path: Path, flags: tuple[s
     memory = stats["memory"]
     assert memory["pool_bytes"] == 16 * 8 * 3 * 96 * 384 * 18 // 32
     assert stats["totals"]["tokens_decode"] > 0 and stats["totals"]["read_errors"] == 0
+    assert (stats["gpu_path"] or {}).get("in_force") == ("mailbox" if "CUDA0" in placement else None)
     if placement == "CUDA0":
         assert memory["device_bytes"] >= memory["pool_bytes"] + memory["staging_bytes"] + memory["kv_bytes"]
     if flags == ("-ngl", "0"):
@@ -100,13 +139,72 @@ def test_what_is_in_force_is_reported(demo: Path, tmp_path: Path, flags: tuple[s
 def test_auto_takes_what_the_card_has(demo: Path, tmp_path: Path) -> None:
     stats = in_force(demo, tmp_path, "--moe-slots", "auto", "-ngl", "99", "--device", "CUDA0")
     assert (stats["slots"], stats["slots_requested"], stats["placement"]) == (64, "auto", "CUDA0")
+    assert stats["gpu_path"]["in_force"] == "resident"
+    assert stats["memory"]["staging_bytes"] == stats["memory"]["ram_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "reason"),
+    [
+        ((), "mailbox", ""),
+        (("--moe-gpu-path", "mailbox"), "mailbox", "as asked"),
+        (("--moe-gpu-path", "copy"), "copy", "as asked"),
+        (("--moe-policy", "heat"), "copy", "--moe-policy heat"),
+        (("--moe-pool", "host"), "copy", "--moe-pool host"),
+    ],
+)
+def test_who_looks_after_the_slots(demo: Path, tmp_path: Path, flags: tuple[str, ...], path: str, reason: str) -> None:
+    stats = in_force(demo, tmp_path, "--moe-slots", "16", "-ngl", "99", "--device", "CUDA0", *flags)
+    assert stats["gpu_path"] == {"in_force": path, "reason": reason}
+    assert (stats["memory"]["ram_bytes"] > 0) == (path == "mailbox")
+
+
+def test_memory_that_cannot_be_locked(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_CUDA_NO_PINNED", "1")
+    stats = in_force(demo, tmp_path, "--moe-slots", "16", "-ngl", "99", "--device", "CUDA0")
+    assert stats["gpu_path"] == {"in_force": "copy", "reason": "the memory for it cannot be locked"}
+    flags = (
+        "-ngl",
+        "99",
+        "--device",
+        "CUDA0",
+        "-fit",
+        "off",
+        "-p",
+        "x",
+        "-n",
+        "1",
+        "-no-cnv",
+        "--moe-slots",
+        "16",
+        "--moe-ram",
+        "8MiB",
+    )
+    done = run(tool("llama-completion"), "-m", demo, *flags, ok=False)
+    assert done.returncode == 1
+    assert "--moe-ram: the memory for it cannot be locked; hint: a smaller --moe-ram" in done.stderr
+
+
+def test_a_bounded_ram_tier_is_bounded(demo: Path, tmp_path: Path) -> None:
+    stats = in_force(demo, tmp_path, "--moe-slots", "8", "-ngl", "99", "--device", "CUDA0", "--moe-ram", "12MiB", "-ub", "1")
+    assert stats["memory"]["ram_bytes"] <= 12 * MIB
+    assert stats["totals"]["bytes_read"] > 0 and stats["totals"]["bytes_from_ram"] > 0
+    assert stats["totals"]["misses"] > stats["totals"]["ram_hits"]
+
+
+def test_all_experts_on_the_card_may_be_required(demo: Path, tmp_path: Path) -> None:
+    stats = in_force(demo, tmp_path, "--moe-slots", "16", "-ngl", "99", "--device", "CUDA0", "--moe-require-gpu", "on")
+    assert stats["placement"] == "CUDA0"
 
 
 REFUSED = {
     "auto for some layers": (["--moe-slots", "auto", "-ngl", "4"], "--moe-slots auto cannot share memory out between CUDA0 and other places; hint: --moe-slots N"),
     "auto and a context too large": (["--moe-slots", "auto", "-ngl", "99", "-c", "100000000"], "--moe-slots auto: 6 slots a layer, the fewest there can be, take"),
     "ring": (["--moe-slots", "8", "-ngl", "99", "--moe-staging", "ring"], "--moe-staging ring is for experts on the cpu, these are on CUDA0; hint: --moe-staging full, or --cpu-moe"),
-    "RAM tier": (["--moe-slots", "8", "-ngl", "99", "--moe-ram", "64MiB"], "--moe-ram is for experts on the cpu, these are on CUDA0; hint: leave out --moe-ram, or --cpu-moe"),
+    "RAM tier": (["--moe-slots", "8", "-ngl", "99", "--moe-gpu-path", "copy", "--moe-ram", "64MiB"], "--moe-ram: the slots on CUDA0 are looked after by the host (as asked), which has no RAM tier below them"),
+    "prefetch": (["--moe-slots", "8", "-ngl", "99", "--moe-gpu-path", "copy", "--moe-prefetch", "on"], "--moe-prefetch on is for experts on the cpu, these are on CUDA0"),
+    "mailbox and another policy": (["--moe-slots", "8", "-ngl", "99", "--moe-gpu-path", "mailbox", "--moe-policy", "heat"], "--moe-gpu-path mailbox is not possible: --moe-policy heat"),
+    "some layers on the cpu": (["--moe-slots", "8", "-ngl", "5", "--moe-require-gpu", "on"], "--moe-require-gpu: the experts of 4 of 8 layers would be computed on the cpu"),
     "two places": (["--moe-slots", "8", "-ngl", "99", "-ot", "ffn_gate_exps=CPU"], "the experts of layer 0 are in two places, 'blk.0.ffn_gate_exps.weight' on MoE_Pool and 'blk.0.ffn_up_exps.weight' on MoE_Pool_CUDA0"),
     "split-mode row": (["--moe-slots", "8", "-ngl", "99", "--split-mode", "row"], "--moe-slots cannot be combined with --split-mode row"),
 }  # fmt: skip
