@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moestream import config, gguf_facts, model_names, paths
+from moestream import config, gguf_facts, model_names, paths, proc
 from moestream.commands.map import parse_size
 from moestream.commands.start import DEFAULT_CTX_TOKENS, check_map
 from moestream.commands.trace import check_fingerprint, text_table
@@ -68,7 +68,7 @@ class Subject:
 class Measured:
     """What was found out about this machine."""
 
-    memory: hardware.Memory | None
+    memory: proc.Memory | None
     cores: int
     gpus: list[hardware.Gpu]
     drive: hardware.Drive
@@ -154,7 +154,7 @@ def measure(subject: Subject) -> Measured:
     size = hardware.request_bytes(facts) if facts.is_moe else memory.CHUNK_BYTES
     columns = hardware.prompt_columns(facts, speed.PROMPT_TOKENS) if facts.is_moe else 1
     return Measured(
-        hardware.available_memory(), n_core, hardware.gpus(), drive, hardware.memory_rate(n_core), hardware.matmul_flops(n_core),
+        proc.available_memory(), n_core, hardware.gpus(), drive, hardware.memory_rate(n_core), hardware.matmul_flops(n_core),
         hardware.page_cache_rate(size), hardware.matmul_flops(n_core, columns), load,
     )  # fmt: skip
 

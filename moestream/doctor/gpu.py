@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import ctypes
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from moestream import nvidia_smi, proc
 from moestream.doctor.checks import Check, Finding, Remedy
 from moestream.server.report import size
 from moestream.upstream import build
 
 _TIMEOUT_S = 30
-_QUERY = "name,driver_version,compute_cap,memory.total,memory.free"
 _LITTLE_BYTES = 1 << 30
 
 DRIVER = Check(
@@ -95,24 +93,13 @@ class Nvidia:
 
 def _has_hardware(root: Path) -> bool:
     for vendor in (root / "sys/bus/pci/devices").glob("*/vendor"):
-        try:
-            if vendor.read_text().strip() == "0x10de" and (vendor.parent / "class").read_text().startswith("0x03"):
-                return True
-        except OSError:
-            continue
+        if proc.text(vendor).strip() == "0x10de" and proc.text(vendor.parent / "class").startswith("0x03"):
+            return True
     return any((root / place).exists() for place in ("proc/driver/nvidia/version", "dev/nvidiactl"))
 
 
 def _bytes(mib: str) -> int | None:
     return int(mib) << 20 if mib.isdecimal() else None
-
-
-def parse(text: str) -> tuple[str, tuple[Gpu, ...]]:
-    """Driver and GPUs from the output of nvidia-smi's query; "" and none where it is not of that form."""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
-    rows = [row for row in rows if len(row) == _QUERY.count(",") + 1]
-    gpus = tuple(Gpu(name, capability, _bytes(total), _bytes(free)) for name, _, capability, total, free in rows)
-    return (rows[0][1] if rows else ""), gpus
 
 
 def _library_cuda() -> str:
@@ -132,25 +119,13 @@ def cuda_version(number: int) -> str:
 
 def look(root: Path = Path("/")) -> Nvidia:
     """Ask nvidia-smi, the driver's library and the PCI bus."""
-    program = shutil.which("nvidia-smi")
     present = _has_hardware(root)
     cuda = _library_cuda()
-    if not program:
-        return Nvidia(present or bool(cuda), "nvidia-smi is not installed", cuda=cuda)
-    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S
-        )
-    except OSError as error:
-        return Nvidia(True, f"nvidia-smi: {error.strerror}", cuda=cuda)
-    except subprocess.TimeoutExpired:
-        return Nvidia(True, f"nvidia-smi says nothing for {_TIMEOUT_S} s", cuda=cuda)
-    driver, gpus = parse(done.stdout)
-    if done.returncode or not gpus:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        return Nvidia(True, f"nvidia-smi: {said[0] if said else 'finds no GPU'}", cuda=cuda)
-    return Nvidia(True, "", driver, cuda, gpus)
+    answer = nvidia_smi.ask("name", "driver_version", "compute_cap", "memory.total", "memory.free")
+    if answer.problem:
+        return Nvidia(present or bool(cuda) or answer.problem != nvidia_smi.NOT_INSTALLED, answer.problem, cuda=cuda)
+    gpus = tuple(Gpu(name, capability, _bytes(total), _bytes(free)) for name, _, capability, total, free in answer.rows)
+    return Nvidia(True, "", answer.rows[0][1], cuda, gpus)
 
 
 def driver(nvidia: Nvidia, *, needed: bool) -> Finding:
@@ -158,7 +133,7 @@ def driver(nvidia: Nvidia, *, needed: bool) -> Finding:
     if not nvidia.present and not needed:
         return DRIVER.skipped("no GPU of NVIDIA")
     if nvidia.problem:
-        case = "absent" if "not installed" in nvidia.problem else "broken"
+        case = "absent" if nvidia.problem == nvidia_smi.NOT_INSTALLED else "broken"
         return DRIVER.problem(needed, case, nvidia.problem)
     if not nvidia.cuda:
         return DRIVER.problem(needed, "library", f"driver {nvidia.driver}, and no library libcuda.so.1 that works")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from moestream import proc
 from moestream.doctor.checks import Check, Finding, Remedy
 from moestream.errors import MoestreamError
 from moestream.server import address
@@ -64,30 +65,21 @@ def container(root: Path = Path("/")) -> str | None:
     """The kind of container that this is; None when it is none that is known."""
     if (root / "run/.containerenv").exists():
         return "podman"
-    try:
-        groups = (root / "proc/1/cgroup").read_text()
-    except OSError:
-        groups = ""
+    groups = proc.text(root / "proc/1/cgroup")
     for kind, word in (("kubernetes", "kubepods"), ("docker", "docker"), ("lxc", "lxc")):
         if re.search(rf"[/:]{word}\b", groups):
             return kind
     if (root / ".dockerenv").exists():
         return "docker"
-    try:
-        named = re.search(rb"(?:^|\0)container=([^\0]+)", (root / "proc/1/environ").read_bytes())
-    except OSError:
-        return None
-    return named[1].decode(errors="replace") if named else None
+    named = re.search(r"(?:^|\0)container=([^\0]+)", proc.text(root / "proc/1/environ"))
+    return named[1] if named else None
 
 
 def system(root: Path = Path("/"), *, name: str = sys.platform) -> Finding:
     """Args: name: as of ``sys.platform``."""
     if name != "linux":
         return SYSTEM.warn("untested", f"{platform.platform()}")
-    try:
-        release = (root / "proc/sys/kernel/osrelease").read_text().strip()
-    except OSError:
-        release = platform.release()
+    release = proc.text(root / "proc/sys/kernel/osrelease").strip() or platform.release()
     inside = container(root)
     text = f"Linux {release} on {platform.machine()}"
     data = {"kernel": release, "container": inside}
@@ -135,10 +127,7 @@ def io_uring(root: Path = Path("/"), ask: Callable[[], tuple[int, str]] = ask_io
     number, what = ask()
     if number == 0:
         return IO_URING.ok("works")
-    try:
-        disabled = (root / "proc/sys/kernel/io_uring_disabled").read_text().strip()
-    except OSError:
-        disabled = "0"
+    disabled = proc.text(root / "proc/sys/kernel/io_uring_disabled").strip() or "0"
     if number == errno.ENOTSUP:
         return IO_URING.warn("old", what)
     text = f"{what}: {os.strerror(number)}"

@@ -6,8 +6,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -17,13 +15,13 @@ from pathlib import Path
 
 import psutil
 
+from moestream import nvidia_smi, proc
 from moestream.errors import MoestreamError
 
 COLD_SHARE = 0.01  # a cache that holds more of the model than this is not called cold
 BUSY_SHARE = 0.10  # of a core: a process that is told by name; of all cores: others during a run
 SAMPLE_EVERY_S = 0.2
 LOOK_S = 0.5
-_MEMORY_NEVER = 1 << 60  # what cgroups write for no limit
 
 
 # --- the page cache ---
@@ -85,19 +83,7 @@ _LOW_BIT = bytes(i & 1 for i in range(256))
 
 def disk_read_bytes(pid: int) -> int | None:
     """Bytes that the kernel had the disk read for a process so far, page faults and read-ahead included."""
-    return _field(Path(f"/proc/{pid}/io"), "read_bytes:")
-
-
-def _field(path: Path, name: str) -> int | None:
-    """The number behind a name at the start of a line."""
-    try:
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if words and words[0] == name:
-                return int(words[1])
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+    return proc.field(Path(f"/proc/{pid}/io"), "read_bytes")
 
 
 def first_to_go(pid: int) -> None:
@@ -108,17 +94,8 @@ def first_to_go(pid: int) -> None:
 
 def vram_used_bytes() -> int | None:
     """Memory in use on all GPUs, whoever uses it, as nvidia-smi says; None without one."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run(
-            [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        return sum(int(line) for line in done.stdout.split()) << 20 if done.returncode == 0 and done.stdout.strip() else None
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None
+    used = [row[0] for row in nvidia_smi.ask("memory.used", timeout_s=10).rows]
+    return sum(map(int, used)) << 20 if used and all(n.isdigit() for n in used) else None
 
 
 class Watch:
@@ -147,7 +124,7 @@ class Watch:
     def look(self) -> None:
         """Look now."""
         status = Path(f"/proc/{self.pid}/status")
-        rss, anon = _field(status, "VmHWM:"), _field(status, "RssAnon:")
+        rss, anon = proc.field(status, "VmHWM"), proc.field(status, "RssAnon")
         if rss is not None:
             self._peak_rss_bytes = max(self._peak_rss_bytes or 0, rss * 1024)
         if anon is not None:
@@ -228,7 +205,6 @@ def conditions(look_s: float = LOOK_S, sleep: Callable[[float], None] = time.sle
     Args:
         look_s: for so long it is watched who is busy; 0: not at all.
     """
-    group = _cgroup_files()
     swap = None
     with contextlib.suppress(psutil.Error, OSError, RuntimeError, ValueError):
         swap = psutil.swap_memory()
@@ -238,45 +214,11 @@ def conditions(look_s: float = LOOK_S, sleep: Callable[[float], None] = time.sle
         busy=_busy(look_s, sleep) if look_s > 0 else (),
         swap_used_bytes=swap.used if swap else None,
         swapped_bytes=swap.sin + swap.sout if swap else None,
-        throttles=next((n for f in group if (n := _field(f / "cpu.stat", "nr_throttled")) is not None), None),
-        oom_kills=_field(Path("/proc/vmstat"), "oom_kill"),
-        cpu_quota=min((q for f in group if (q := _quota(f)) is not None), default=None),
-        memory_limit_bytes=min((m for f in group if (m := _memory_limit(f)) is not None), default=None),
+        throttles=proc.throttles(),
+        oom_kills=proc.field(Path("/proc/vmstat"), "oom_kill"),
+        cpu_quota=proc.cpu_quota(),
+        memory_limit_bytes=min((limit.limit_bytes for limit in proc.memory_limits()), default=None),
     )
-
-
-def _cgroup_files(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Folders of the cgroups of this process, version 1 and 2, innermost first. A container may see its own as the root."""
-    folders: list[Path] = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        mounts = [root / controllers, *(root / c for c in controllers.split(","))] if controllers else [root, root / "unified"]
-        for mount in mounts:
-            below = Path(path.lstrip("/"))
-            folders += [mount / p for p in (below, *below.parents) if (mount / p).is_dir()]
-    return list(dict.fromkeys(folders))
-
-
-def _quota(folder: Path) -> float | None:
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (folder / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    with contextlib.suppress(OSError, ValueError):
-        quota_us = int((folder / "cpu.cfs_quota_us").read_text())
-        return quota_us / int((folder / "cpu.cfs_period_us").read_text()) if quota_us > 0 else None
-    return None
-
-
-def _memory_limit(folder: Path) -> int | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            limit = int((folder / name).read_text())
-            return limit if limit < _MEMORY_NEVER else None
-    return None
 
 
 def _busy(look_s: float, sleep: Callable[[float], None]) -> tuple[tuple[str, int, float], ...]:

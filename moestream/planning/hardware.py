@@ -8,9 +8,7 @@ import mmap
 import os
 import platform
 import random
-import shutil
 import stat
-import subprocess
 import tempfile
 import threading
 import time
@@ -21,23 +19,15 @@ from typing import Any
 
 import psutil
 
+from moestream import nvidia_smi, proc
 from moestream.gguf_facts import GgufFacts
 from moestream.planning.memory import CHUNK_BYTES, DEFAULT_IN_FLIGHT, REPACKED_ARM, REPACKED_X86
 
-_UNLIMITED = 1 << 60  # version 1 writes a huge number for "no limit"
 _ALIGNMENT = 4096
 _IN_FLIGHT = (1, 2, 4, 8)
 PROBE_S = 0.3
 _COPY_BYTES = 64 << 20
 _NVIDIA_SMI_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory that there is now, and what limits it: ``MemAvailable``, or ``cgroup`` and its path."""
-
-    available_bytes: int
-    limited_by: str
 
 
 @dataclass(frozen=True)
@@ -68,92 +58,12 @@ class Drive:
     rates: dict[int, float] = field(default_factory=dict)
 
 
-def available_memory(root: Path = Path("/")) -> Memory | None:
-    """min(MemAvailable, what every memory cgroup around this process still allows); file cache counts as free.
-
-    As ``available_memory`` in engine/budget.cpp. None where the system does not say.
-
-    Args:
-        root: what /proc and /sys lie below, for tests.
-    """
-    kib = _field(root / "proc/meminfo", "MemAvailable:")
-    if not kib:
-        return None
-    return within_cgroups(Memory(kib * 1024, "MemAvailable"), root)
-
-
-def within_cgroups(now: Memory, root: Path = Path("/")) -> Memory:
-    """What the memory cgroups around this process, of either version, leave of it.
-
-    Args:
-        root: what /proc and /sys lie below, for tests.
-    """
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, colon, rest = line.partition(":")
-        controllers, colon2, group = rest.partition(":")
-        if not colon or not colon2:
-            continue
-        if not controllers:
-            files = ("memory.max", "memory.current", "active_file", "inactive_file")
-            now = _limited(root / "sys/fs/cgroup", group, files, now)
-        elif "memory" in controllers.split(","):
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file")
-            now = _limited(root / "sys/fs/cgroup/memory", group, files, now)
-    return now
-
-
-def _limited(mount: Path, group: str, files: tuple[str, str, str, str], now: Memory) -> Memory:
-    """The smallest allowance on the way from the process's own group up to the root of the hierarchy."""
-    limit_file, usage_file, active, inactive = files
-    while True:
-        folder = mount / group.strip("/")
-        limit, usage = _number(folder / limit_file), _number(folder / usage_file)
-        if limit is not None and limit < _UNLIMITED and usage is not None:
-            cache = _field(folder / "memory.stat", active) + _field(folder / "memory.stat", inactive)
-            left = max(limit - max(usage - cache, 0), 1)
-            if left < now.available_bytes:
-                now = Memory(left, f"cgroup {group or '/'}")
-        if not group or group == "/":
-            return now
-        group = group.rpartition("/")[0]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isascii() and text.isdigit() else None
-
-
-def _field(path: Path, key: str) -> int:
-    for line in _text(path).splitlines():
-        words = line.split()
-        if len(words) >= 2 and words[0] == key and words[1].isdigit():
-            return int(words[1])
-    return 0
-
-
 def cores(root: Path = Path("/")) -> int:
     """Cores that this process may compute with: those of its affinity without their siblings, and what a cgroup's quota allows."""
     logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n = min(logical, psutil.cpu_count(logical=False) or logical)
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        group = line.rpartition(":")[2]
-        if not line.startswith("0::"):
-            continue
-        while True:
-            quota = _text(root / "sys/fs/cgroup" / group.strip("/") / "cpu.max").split()
-            if len(quota) == 2 and all(q.isdigit() for q in quota) and int(quota[1]):
-                n = min(n, max(1, int(quota[0]) // int(quota[1])))
-            if not group or group == "/":
-                break
-            group = group.rpartition("/")[0]
-    return max(1, n)
+    quota = proc.cpu_quota(root)
+    return max(1, n if quota is None else min(n, int(quota)))
 
 
 def load() -> float:
@@ -176,22 +86,12 @@ def repacked_types(machine: str | None = None) -> frozenset[str]:
 
 def gpus(program: str = "nvidia-smi") -> list[Gpu]:
     """Those that nvidia-smi knows; none where it is missing or fails."""
-    path = shutil.which(program)
-    if path is None:
-        return []
-    query = [path, "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=_NVIDIA_SMI_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    found = []
-    for line in done.stdout.splitlines() if done.returncode == 0 else ():
-        parts = [part.strip() for part in line.rsplit(",", 2)]
-        if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
-            found.append(Gpu(parts[0], int(parts[1]) << 20, int(parts[2]) << 20))
-    return found
+    answer = nvidia_smi.ask("name", "memory.total", "memory.free", timeout_s=_NVIDIA_SMI_TIMEOUT_S, program=program)
+    return [
+        Gpu(name, int(total) << 20, int(free) << 20)
+        for name, total, free in answer.rows
+        if total.isdigit() and free.isdigit()  # not where they share the machine's memory
+    ]
 
 
 # --- the drive -------------------------------------------------------------------------------------------------------

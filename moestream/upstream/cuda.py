@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Sequence
 
+from moestream import nvidia_smi
 from moestream.errors import MoestreamError
 
 _ARCHITECTURE = re.compile(r"\d{2,3}[af]?(-real|-virtual)?")
 _HINT = (
     "name the architectures, for example: moestream build --backend cuda --cuda-archs 86,90 (a compute capability of 8.6 is 86)"
 )
-_QUERY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 _TIMEOUT_S = 60  # the driver of many cards starts slowly
 
 
@@ -36,16 +35,10 @@ def architectures(wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def _of_cards() -> tuple[str, ...]:
-    try:
-        done = subprocess.run(
-            _QUERY, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S
-        )
-    except FileNotFoundError:
-        raise MoestreamError("no NVIDIA card can be seen: nvidia-smi not found", hint=_HINT) from None
-    except subprocess.TimeoutExpired:
-        raise MoestreamError(f"no NVIDIA card can be seen: nvidia-smi gave no answer in {_TIMEOUT_S} s", hint=_HINT) from None
-    said = (done.stdout + done.stderr).strip()
-    capabilities = re.findall(r"^(\d+)\.(\d+)$", done.stdout, re.MULTILINE)
-    if done.returncode != 0 or not capabilities:
-        raise MoestreamError(f"no NVIDIA card can be seen: nvidia-smi says {said[:200]!r}", hint=_HINT)
-    return tuple(f"{number}-real" for number in sorted({int(major + minor) for major, minor in capabilities}))
+    answer = nvidia_smi.ask("compute_cap", timeout_s=_TIMEOUT_S)
+    said = [row[0] for row in answer.rows]
+    capabilities = [found for found in map(re.compile(r"(\d+)\.(\d+)").fullmatch, said) if found]
+    if not capabilities:
+        problem = answer.problem or f"nvidia-smi: {' '.join(said)[:200]}"
+        raise MoestreamError(f"no NVIDIA card can be seen: {problem}", hint=_HINT)
+    return tuple(f"{number}-real" for number in sorted({int(found[1] + found[2]) for found in capabilities}))

@@ -6,14 +6,12 @@ import ctypes
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-_NVIDIA_SMI_TIMEOUT_S = 30
+from moestream import nvidia_smi, proc
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def _cpu_features() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return frozenset()
-    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", proc.text(Path("/proc/cpuinfo")), re.MULTILINE)
     return frozenset(match[1].split()) if match else frozenset()
 
 
@@ -62,20 +56,12 @@ def _glibc() -> str:
 
 def _nvidia() -> tuple[str, tuple[str, ...]]:
     """The driver's version and the GPUs' compute capabilities; "" and none without a driver that works."""
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return "", ()
-    command = [program, "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=_NVIDIA_SMI_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "", ()
-    rows = re.findall(r"^([0-9]+(?:\.[0-9]+)*), ([0-9]+\.[0-9]+)\s*$", done.stdout, re.MULTILINE)
-    if done.returncode != 0 or not rows:
-        return "", ()
-    return rows[0][0], tuple(capability for _, capability in rows)
+    rows = [
+        (driver, capability)
+        for driver, capability in nvidia_smi.ask("driver_version", "compute_cap").rows
+        if re.fullmatch(r"[0-9]+(?:\.[0-9]+)*", driver) and re.fullmatch(r"[0-9]+\.[0-9]+", capability)
+    ]
+    return (rows[0][0] if rows else ""), tuple(capability for _, capability in rows)
 
 
 def _has_library(name: str) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from moestream.planning.hardware import Memory, within_cgroups
+from moestream.proc import Memory, within_cgroups
 
 
 def available_bytes(root: Path = Path("/")) -> int:

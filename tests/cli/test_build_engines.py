@@ -154,7 +154,7 @@ def test_cuda_needs_a_card_or_its_name(moestream_cli, engine):
     done = moestream_cli("build", "--backend", "cuda", PATH="/nonexistent")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "error: no NVIDIA card can be seen: nvidia-smi not found\n"
+        "error: no NVIDIA card can be seen: nvidia-smi is not installed\n"
         "hint: name the architectures, for example: moestream build --backend cuda --cuda-archs 86,90 (a compute capability of 8.6 is 86)\n"
     )
 

@@ -1,4 +1,4 @@
-"""What a machine has: fake roots for memory and cores, a fake nvidia-smi, real files for the drive."""
+"""What a machine has: a fake root for cores, a fake nvidia-smi, real files for the drive."""
 
 from __future__ import annotations
 
@@ -9,88 +9,21 @@ import pytest
 
 from moestream import gguf_facts
 from moestream.planning import hardware
-from moestream.planning.hardware import Memory
 
 MIB = 1 << 20
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "moestream-demo-q4_0.gguf"
-V1_LINES = "5:memory:/a/b\n1:name=systemd:/x\n"
-V2_LINE = "0::/a/b\n"
-
-
-class Root:
-    def __init__(self, folder: Path, available: int | None, groups: str = "") -> None:
-        self.folder = folder
-        if available is not None:
-            self.file("proc/meminfo", f"MemTotal: 99 kB\nMemAvailable:  {available // 1024} kB\n")
-        if groups:
-            self.file("proc/self/cgroup", groups)
-
-    def file(self, name: str, text: str) -> Root:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return self
-
-    def v1(self, group: str, limit: int, usage: int, active: int = 0, inactive: int = 0) -> Root:
-        base = f"sys/fs/cgroup/memory{group}"
-        self.file(f"{base}/memory.limit_in_bytes", f"{limit}\n").file(f"{base}/memory.usage_in_bytes", f"{usage}\n")
-        return self.file(f"{base}/memory.stat", f"cache 1\ntotal_active_file {active}\ntotal_inactive_file {inactive}\n")
-
-    def v2(self, group: str, limit: int | str, usage: int, active: int = 0, inactive: int = 0) -> Root:
-        base = f"sys/fs/cgroup{group}"
-        self.file(f"{base}/memory.max", f"{limit}\n").file(f"{base}/memory.current", f"{usage}\n")
-        return self.file(f"{base}/memory.stat", f"anon 1\nactive_file {active}\ninactive_file {inactive}\n")
-
-    def memory(self) -> Memory | None:
-        return hardware.available_memory(self.folder)
-
-
-def test_without_meminfo_nothing_is_known(tmp_path: Path) -> None:
-    assert Root(tmp_path, None).memory() is None
-
-
-def test_mem_available_alone(tmp_path: Path) -> None:
-    assert Root(tmp_path, 300 * MIB, V1_LINES).memory() == Memory(300 * MIB, "MemAvailable")
-
-
-def test_v1_file_cache_counts_as_free(tmp_path: Path) -> None:
-    root = Root(tmp_path, 900 * MIB, V1_LINES).v1("/a/b", 500 * MIB, 400 * MIB, 100 * MIB, 50 * MIB)
-    assert root.memory() == Memory(250 * MIB, "cgroup /a/b")
-
-
-def test_v1_huge_number_is_no_limit(tmp_path: Path) -> None:
-    root = Root(tmp_path, 900 * MIB, V1_LINES).v1("/a/b", 9223372036854771712, 400 * MIB)
-    assert root.memory() == Memory(900 * MIB, "MemAvailable")
-
-
-def test_v2_smallest_of_the_groups_around(tmp_path: Path) -> None:
-    root = Root(tmp_path, 900 * MIB, V2_LINE).v2("/a/b", "max", 10 * MIB).v2("/a", 200 * MIB, 80 * MIB, 30 * MIB)
-    assert root.memory() == Memory(150 * MIB, "cgroup /a")
-
-
-def test_v2_wide_groups_around_a_narrow_one_and_more_than_there_is(tmp_path: Path) -> None:
-    root = Root(tmp_path, 900 * MIB, V2_LINE).v2("/a/b", 100 * MIB, 10 * MIB).v2("/a", 500 * MIB, 10 * MIB)
-    assert root.memory() == Memory(90 * MIB, "cgroup /a/b")
-    root.file("proc/meminfo", f"MemAvailable: {50 * 1024} kB\n")
-    assert root.memory() == Memory(50 * MIB, "MemAvailable")
-
-
-def test_v2_root_of_a_container(tmp_path: Path) -> None:
-    root = Root(tmp_path, 900 * MIB, "0::/\n").v2("", 100 * MIB, 40 * MIB)
-    assert root.memory() == Memory(60 * MIB, "cgroup /")
-
-
-def test_a_full_group_has_one_byte(tmp_path: Path) -> None:
-    assert Root(tmp_path, 900 * MIB, V2_LINE).v2("/a/b", 100 * MIB, 120 * MIB).memory() == Memory(1, "cgroup /a/b")
 
 
 def test_cores_under_a_quota(tmp_path: Path) -> None:
     everything = hardware.cores(tmp_path)
     assert 1 <= everything <= len(os.sched_getaffinity(0))
-    root = Root(tmp_path, None, V2_LINE).file("sys/fs/cgroup/a/cpu.max", "100000 100000\n")
-    assert hardware.cores(root.folder) == 1
-    root.file("sys/fs/cgroup/a/cpu.max", "max 100000\n")
-    assert hardware.cores(root.folder) == everything
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/a\n")
+    limit = tmp_path / "sys/fs/cgroup/a/cpu.max"
+    limit.parent.mkdir(parents=True)
+    for text, n in (("100000 100000", 1), ("20000 100000", 1), ("max 100000", everything), ("99900000 100000", everything)):
+        limit.write_text(f"{text}\n")
+        assert hardware.cores(tmp_path) == n
 
 
 def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

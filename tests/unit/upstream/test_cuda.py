@@ -30,7 +30,7 @@ def smi(tmp_path, monkeypatch, write_program):
 def test_the_cards_in_the_machine(smi, tmp_path, said, expected):
     smi("".join(f"echo {line}\n" for line in said.split()))
     assert cuda.architectures([]) == expected
-    assert (tmp_path / "asked").read_text() == "--query-gpu=compute_cap --format=csv,noheader\n"
+    assert (tmp_path / "asked").read_text() == "--query-gpu=compute_cap --format=csv,noheader,nounits\n"
 
 
 def test_what_is_named_is_taken_and_no_card_is_asked(smi):
@@ -48,10 +48,10 @@ def test_no_architecture(wanted):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (None, "no NVIDIA card can be seen: nvidia-smi not found"),
-        ("echo No devices were found\n", "no NVIDIA card can be seen: nvidia-smi says 'No devices were found'"),
-        ("echo 9.0; echo lost the driver >&2; exit 9\n", r"nvidia-smi says '9.0\\nlost the driver'"),
-        ("echo '[N/A]'\n", r"nvidia-smi says '\[N/A\]'"),
+        (None, "no NVIDIA card can be seen: nvidia-smi is not installed"),
+        ("echo No devices were found\n", "no NVIDIA card can be seen: nvidia-smi: No devices were found"),
+        ("echo 9.0; echo lost the driver >&2; exit 9\n", "nvidia-smi: lost the driver"),
+        ("echo '[N/A]'\n", r"nvidia-smi: \[N/A\]"),
     ],
 )
 def test_no_card(smi, script, message):
@@ -65,5 +65,5 @@ def test_no_card(smi, script, message):
 def test_an_nvidia_smi_that_hangs(smi, monkeypatch):
     smi("exec 2>&-; while :; do :; done\n")
     monkeypatch.setattr(cuda, "_TIMEOUT_S", 0.2)
-    with pytest.raises(MoestreamError, match=r"gave no answer in 0\.2 s"):
+    with pytest.raises(MoestreamError, match=r"nvidia-smi says nothing for 0\.2 s"):
         cuda.architectures([])
