@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from moestream import config
 from moestream.config import Merged
 from moestream.errors import MoestreamError
 from moestream.models import store
@@ -27,3 +28,12 @@ def locate(merged: Merged) -> Path:
     if merged.name is None and known and path.name == text and not text.endswith(".gguf") and not os.path.lexists(path):
         raise MoestreamError(f"--model {text}: neither a file nor a name that is known", hint=known)
     return store.locate(path)
+
+
+def find(text: str) -> Path:
+    """The file or directory of a model, by whatever ``start`` would take: a name of moestream.yaml, a pulled model, a path.
+
+    Raises:
+        MoestreamError: see :func:`locate`; or the configuration is wrong.
+    """
+    return locate(config.merge({"model": text}, os.environ, config.load()))

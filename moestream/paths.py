@@ -54,13 +54,17 @@ def demo_model() -> Path:
 
 
 def absolute(path: Path) -> Path:
-    """The same path for a process in any other folder.
+    """The same path for a process in any other folder, and for a person: without ``..``. Links stay, but for those in front of a ``..``.
 
     Raises:
         MoestreamError: it is relative to a working directory that has been deleted.
     """
     try:
-        return path.absolute()
+        whole = path.absolute()
+        if ".." not in whole.parts:
+            return whole
+        last = len(whole.parts) - 1 - whole.parts[::-1].index("..")
+        return Path(os.path.realpath(Path(*whole.parts[: last + 1])), *whole.parts[last + 1 :])
     except FileNotFoundError as error:
         raise MoestreamError(
             f"{path}: relative to the working directory, which has been deleted",
