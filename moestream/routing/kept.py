@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -98,6 +99,24 @@ def read_for(facts: GgufFacts, fingerprint: str) -> RouterMap | None:
     return replace(router_map, layers=tuple(layers[il] for il in sorted(layers)), slots=None)
 
 
+def skip_of(trace_path: Path) -> Path:
+    """Beside a trace: tokens that are not to be added, a line for each range, its first and its end."""
+    return trace_path.with_suffix(".skip")
+
+
+def _left_out(trace_path: Path) -> list[tuple[int, int]]:
+    try:
+        lines = [line.split() for line in skip_of(trace_path).read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return []
+    return [(int(w[0]), int(w[1])) for w in lines if len(w) == 2 and all(x.isascii() and x.isdigit() for x in w)]
+
+
+def _remove_trace(trace_path: Path) -> None:
+    _remove(trace_path)
+    _remove(skip_of(trace_path))
+
+
 def take_in(trace_path: Path) -> tuple[Path, int, str | None]:
     """Add what a server has recorded to the kept map of its model, and delete the trace.
 
@@ -114,17 +133,17 @@ def take_in(trace_path: Path) -> tuple[Path, int, str | None]:
         if (
             not trace_path.exists() or not trace_path.stat().st_size
         ):  # another process was faster; or the engine never came to it
-            _remove(trace_path)
+            _remove_trace(trace_path)
             return paths.maps_dir(), 0, None
         try:
-            trace = traces.read(trace_path)
+            trace = traces.read(trace_path, _left_out(trace_path))
             path = path_of(trace.model.fingerprint)
             new = maps.from_traces([trace]) if trace.n_tokens else None
         except MoestreamError:
-            _remove(trace_path)
+            _remove_trace(trace_path)
             raise
         if new is None:
-            _remove(trace_path)
+            _remove_trace(trace_path)
             return path, 0, None
         complaint = None
         try:
@@ -138,7 +157,7 @@ def take_in(trace_path: Path) -> tuple[Path, int, str | None]:
             except OSError as failure:
                 raise MoestreamError(f"cannot move {path} to {aside}: {failure.strerror}") from failure
         maps.write(together, path)
-        _remove(trace_path)
+        _remove_trace(trace_path)
         return path, trace.n_tokens, complaint
 
 
@@ -163,8 +182,16 @@ def forget(fingerprint: str | None, recorded: Sequence[Path] = ()) -> list[Path]
             kept = [p for p in set(kept) if p.suffix == ".json" and _FINGERPRINT.fullmatch(p.stem)]
         found = sorted(p for one in kept for p in (one, one.with_name(one.name + _DAMAGED)) if os.path.lexists(p))
         found += [p for p in recorded if fingerprint is None or _is_of(p, fingerprint)]
-        for one in found:
-            _remove(one)
+        failures: list[MoestreamError] = []
+        for one in found:  # one that cannot be removed does not save the others
+            try:
+                _remove(one)
+                if one in recorded:
+                    _remove(skip_of(one))
+            except MoestreamError as error:
+                failures.append(error)
+        if failures:
+            raise MoestreamError("\n".join(error.message for error in failures), hint=failures[0].hint)
         return found
 
 
@@ -172,6 +199,27 @@ def _is_of(trace_path: Path, fingerprint: str) -> bool:
     with contextlib.suppress(MoestreamError):
         return traces.read(trace_path).model.fingerprint == fingerprint
     return False
+
+
+def check_writable() -> None:
+    """Find out beforehand whether a map could be kept.
+
+    Raises:
+        MoestreamError: the folder cannot be made or written.
+    """
+    folder = paths.maps_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> MoestreamError:
+    return MoestreamError(
+        f"cannot write to {folder}: {error.strerror or error}", hint="set MOESTREAM_HOME to a folder that can be written"
+    )
 
 
 @contextlib.contextmanager
@@ -186,9 +234,7 @@ def locked() -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise MoestreamError(
-            f"cannot write to {folder}: {error.strerror or error}", hint="set MOESTREAM_HOME to a folder that can be written"
-        ) from error
+        raise _not_writable(folder, error) from error
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
@@ -209,6 +255,10 @@ def locked() -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        raise MoestreamError(
+            f"cannot remove {path}: it is a folder, and no router map", hint="look at it and remove it by hand"
+        )
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

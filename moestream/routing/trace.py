@@ -9,6 +9,7 @@ import os
 import struct
 from array import array
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -154,8 +155,11 @@ def check_replaceable(path: Path) -> None:
             pass
 
 
-def read(path: Path) -> Trace:
+def read(path: Path, without: Sequence[tuple[int, int]] = ()) -> Trace:
     """Read a trace. It is mapped: what is no trace is refused after a few bytes, whatever its size.
+
+    Args:
+        without: tokens to leave out, as first and end of ranges, counted from 0 in the first layer; batches that have one of them are.
 
     Raises:
         MoestreamError: it cannot be read, is no trace or of another version, its header is damaged or cut short, or a record has a
@@ -173,6 +177,7 @@ def read(path: Path) -> Trace:
     places: dict[tuple[int, int, int], array[int]] = defaultdict(lambda: array("q"))
     prefix = struct.Struct("<HHI")
     pos, n_records, truncated = start, 0, False
+    n_seen, left_out = 0, False
     while pos < len(data):
         if len(data) - pos < prefix.size:
             truncated = True
@@ -189,7 +194,11 @@ def read(path: Path) -> Trace:
         if end > len(data):
             truncated = True
             break
-        places[index, n_used, n_tokens].append(pos + prefix.size)
+        if index == 0:  # the first record of a batch: the others follow
+            left_out = any(first < n_seen + n_tokens and n_seen < last for first, last in without)
+            n_seen += n_tokens
+        if not left_out:
+            places[index, n_used, n_tokens].append(pos + prefix.size)
         pos = end
         n_records += 1
 

@@ -211,3 +211,38 @@ def test_forget(write_trace: Callable[..., Path]) -> None:
     assert others.exists() and waiting[1].exists()
     assert kept.forget(None, waiting[1:]) == [others, damaged, waiting[1]]
     assert [p.name for p in others.parent.iterdir()] == [".lock"]
+
+
+def test_tokens_that_are_left_out(write_trace: Callable[..., Path]) -> None:
+    """Batches with one of them are, in all their layers; the others are not."""
+    batches = [[[0, 1]], [[0, 2], [0, 3]], [[1, 2]], [[2, 3]]]  # tokens 0, 1 and 2, 3, 4
+    path = write_trace([record for tokens in batches for record in ((0, tokens), (1, [[299, 5]]))])
+    kept.skip_of(path).write_text("2 3\nnonsense\n4 9\n")
+    assert kept.take_in(path)[1] == 2
+    made = maps.read(kept.path_of(OWN))
+    assert (made.tokens, made.layers[0].counts) == (2, (1, 2, 1, 0)) and made.layers[1].counts[299] == 2
+    assert not kept.skip_of(path).exists() and not path.exists()
+
+
+def test_nothing_but_what_is_left_out(write_trace: Callable[..., Path]) -> None:
+    path = write_trace(RECORDS)
+    kept.skip_of(path).write_text("0 2\n")
+    assert kept.take_in(path)[1:] == (0, None)
+    assert not kept.path_of(OWN).exists() and not kept.skip_of(path).exists()
+
+
+def test_forget_takes_what_waits_along(write_trace: Callable[..., Path]) -> None:
+    path = write_trace(RECORDS)
+    kept.skip_of(path).write_text("0 1\n")
+    assert kept.forget(None, [path]) == [path]
+    assert not path.exists() and not kept.skip_of(path).exists()
+
+
+def test_a_folder_that_can_be_written(home: Path) -> None:
+    kept.check_writable()
+    assert list((home / "data" / "maps").iterdir()) == []
+    (home / "data" / "maps").rmdir()
+    (home / "data" / "maps").touch()
+    with pytest.raises(MoestreamError, match=f"cannot write to {home}/data/maps: ") as caught:
+        kept.check_writable()
+    assert caught.value.hint == "set MOESTREAM_HOME to a folder that can be written"
