@@ -3,7 +3,8 @@
     python docs/help_text.py            rewrite
     python docs/help_text.py --check    exit 1 and name the files that would change
 
-In a Markdown file the text stands between ``<!-- help: COMMAND -->`` and ``<!-- /help -->``.
+In a Markdown file the text stands between ``<!-- help: COMMAND -->`` and ``<!-- /help -->``; a table of all commands and their exit codes
+between ``<!-- commands -->`` and ``<!-- /commands -->``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from moestream.app import make_app
+from moestream.app import COMMANDS, COMMON_EXIT_CODES, exit_codes, make_app, module_of
 
 DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(r"(<!-- help: ([\w -]+?) -->\n).*?(<!-- /help -->)", re.DOTALL)
+COMMANDS_BLOCK = re.compile(r"(<!-- commands -->\n).*?(<!-- /commands -->)", re.DOTALL)
 WIDTH = "100"
 
 
@@ -30,8 +32,23 @@ def help_of(command: str) -> str:
     return "\n".join(line.rstrip() for line in result.output.strip("\n").splitlines())
 
 
+def commands_table() -> str:
+    """Every command, what it does, and the exit codes that mean something else than for every command."""
+    lines = ["| Command | | Exit codes of its own |", "|---|---|---|"]
+    for name in COMMANDS:
+        module = module_of(name)
+        parts = getattr(module, "SUBCOMMANDS", {"": getattr(module, name.replace("-", "_"), None)})
+        for part, function in parts.items():
+            codes = {code: text for code, text in exit_codes(name).items() if COMMON_EXIT_CODES.get(code) != text}
+            told = "; ".join(f"{code} {text}" for code, text in codes.items())
+            summary = (function.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+            lines.append(f"| `{' '.join(filter(None, [name, part]))}` | {' '.join(summary.split())} | {told} |")
+    return "\n".join(lines)
+
+
 def with_help(text: str) -> str:
-    """The text of a Markdown file with its help blocks as they should be."""
+    """The text of a Markdown file with its blocks as they should be."""
+    text = COMMANDS_BLOCK.sub(lambda m: f"{m[1]}{commands_table()}\n{m[2]}", text)
     return BLOCK.sub(lambda m: f"{m[1]}```text\n{help_of(m[2])}\n```\n{m[3]}", text)
 
 

@@ -4,7 +4,8 @@ A command is a module ``moestream/commands/NAME.py`` with a function ``NAME`` (`
 of commands, with their functions by name in ``SUBCOMMANDS``. A
 function takes Typer parameters and returns a :class:`moestream.result.Result`, or None when it has printed
 everything itself. One that goes on after it has something to report, as ``start`` and ``logs -f`` do, yields its
-results. ``--json`` is added here to every command.
+results. ``--json`` is added here to every command, and its exit codes to its help: a module says with ``EXIT_CODES`` which it has
+beside those of every command.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Generator, Iterator
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -42,6 +44,35 @@ COMMANDS: tuple[str, ...] = (
     "config",
     "doctor",
 )
+
+
+# What every command may end with; a command's own words for a code stand in its module.
+COMMON_EXIT_CODES: dict[int, str] = {
+    0: "done",
+    1: "an error, with its message on stderr",
+    2: "wrong usage",
+    70: "a bug in moestream",
+    74: "stdout cannot be written: the disk is full, or it is closed",
+    130: "interrupted by Ctrl-C",
+}
+_IN_EVERY_HELP = (0, 1, 2)
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a command in ``COMMANDS``."""
+    return importlib.import_module("moestream.commands." + name.replace("-", "_"))
+
+
+def exit_codes(name: str) -> dict[int, str]:
+    """What a command may end with, in ascending order."""
+    return dict(sorted((COMMON_EXIT_CODES | getattr(module_of(name), "EXIT_CODES", {})).items()))
+
+
+def _epilog(name: str) -> str:
+    own = getattr(module_of(name), "EXIT_CODES", {})
+    told = [f"{code} {text}" for code, text in exit_codes(name).items() if code in _IN_EVERY_HELP or code in own]
+    others = [str(code) for code in COMMON_EXIT_CODES if code not in _IN_EVERY_HELP and code not in own]
+    return f"Exit codes: {'; '.join(told)}. As for every command: {', '.join(others)} (docs/commands.md)."
 
 
 def _rendered(function: Callable[..., Result | Iterator[Result] | None]) -> Callable[..., None]:
@@ -92,18 +123,17 @@ def make_app() -> typer.Typer:
     app = typer.Typer(
         name="moestream",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
     app.callback()(_root)
     for name in COMMANDS:
-        module = importlib.import_module("moestream.commands." + name.replace("-", "_"))
+        module = module_of(name)
         if hasattr(module, "SUBCOMMANDS"):
             group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=module.HELP)
             for part, function in module.SUBCOMMANDS.items():
-                group.command(part)(_rendered(function))
+                group.command(part, epilog=_epilog(name))(_rendered(function))
             app.add_typer(group, name=name)
             continue
-        app.command(name)(_rendered(getattr(module, name.replace("-", "_"))))
+        app.command(name, epilog=_epilog(name))(_rendered(getattr(module, name.replace("-", "_"))))
     return app

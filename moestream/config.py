@@ -12,6 +12,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,6 +39,8 @@ from moestream.server.arguments import (
     DEFAULT_WARM,
     MAX_IO_THREADS,
     MAX_WARM_S,
+    STREAMING_OPTIONS,
+    check_budget,
     check_io_threads,
     check_ram_tier,
     check_top_k,
@@ -97,6 +100,12 @@ def _number_or(*words: str, least: int, most: int | None = None) -> WithJsonSche
     return WithJsonSchema({"anyOf": [number, {"enum": list(words)}]})
 
 
+def _size(flag: str) -> Any:
+    """A size, as a flag would have it."""
+    schema = {"anyOf": [{"type": "string", "pattern": "^[0-9]"}, {"type": "integer", "minimum": 1}]}
+    return Annotated[str, BeforeValidator(_word), AfterValidator(_checked(partial(check_budget, flag))), WithJsonSchema(schema)]
+
+
 _Slots = Annotated[
     str, BeforeValidator(_word), AfterValidator(_checked(parse_slots)), _number_or("auto", "all", "map", "off", least=1)
 ]
@@ -119,6 +128,7 @@ _RamTier = Annotated[
         {"anyOf": [{"type": "string", "pattern": "^[0-9]"}, {"type": "integer", "minimum": 1}, {"enum": ["auto", "none"]}]}
     ),
 ]
+_Ram, _Vram = _size("--ram"), _size("--vram")
 _Switch = Literal["on", "off"]
 
 
@@ -129,6 +139,8 @@ class Options(BaseModel):
 
     model: _Text = Field(default=None)
     slots: _Slots = Field(default=None)
+    ram: _Ram = Field(default=None)
+    vram: _Vram = Field(default=None)
     ctx: int = Field(default=None, ge=0)
     host: _Text = Field(default=None)
     port: int = Field(default=None, ge=0, le=65535)
@@ -139,6 +151,9 @@ class Options(BaseModel):
     overlap: _Switch = Field(default=None)
     ram_tier: _RamTier = Field(default=None)
     prefetch: Literal["auto", "on", "off"] = Field(default=None)
+    pool: Literal["auto", "device", "host"] = Field(default=None)
+    gpu_path: Literal["auto", "copy", "mailbox", "range"] = Field(default=None)
+    require_gpu: bool = Field(default=None)
     map: _Text = Field(default=None)
     kept_map: bool = Field(default=None)
     learn: _Switch = Field(default=None)
@@ -181,8 +196,9 @@ _GIVE_WAY: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "slots",
         lambda v: v == "off",
-        ("io_threads", "io", "policy", "overlap", "ram_tier", "prefetch", "map", "learn", "router_top_k", "warm", "kept_map"),
+        (*STREAMING_OPTIONS, "learn", "kept_map"),
     ),
+    ("slots", lambda v: v == "map", ("ram", "vram")),
     ("kept_map", lambda v: True, ("map", "router_top_k")),
     ("map", lambda v: True, ("kept_map",)),
 )
@@ -560,7 +576,7 @@ def _path(value: Any, folder: Path | None) -> str:
     text = str(value)
     if folder is None or text.startswith("hf:"):
         return text
-    return str(folder / os.path.expanduser(text))
+    return str(paths.absolute(folder / os.path.expanduser(text)))
 
 
 def _without_file(name: str, found: Sequence[ConfigFile]) -> MoestreamError:

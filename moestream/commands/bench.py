@@ -1,8 +1,4 @@
-"""``moestream bench``: how fast a model answers here, and against stock llama.cpp.
-
-Exit codes: 0 measured (stock that could not be is told, and is no error); 1 a side of moestream could not be measured; 2 wrong usage;
-3 outputs differ; 130 interrupted, after what there was is printed.
-"""
+"""``moestream bench``: how fast a model answers here, and against stock llama.cpp."""
 
 from __future__ import annotations
 
@@ -17,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from moestream import config, gguf_facts
-from moestream.commands.start import DEFAULT_CTX_TOKENS, Io, Policy, Switch, make_plan, settings_of
+from moestream.commands import options
+from moestream.commands.start import DEFAULT_CTX_TOKENS, make_plan, settings_of
 from moestream.commands.trace import text_table
 from moestream.config import BUILT_IN
 from moestream.errors import MoestreamError
@@ -28,16 +25,21 @@ from moestream.result import Result
 from moestream.server import report
 from moestream.server.arguments import (
     DEFAULT_HOST,
-    DEFAULT_READY_TIMEOUT_S,
-    MAX_IO_THREADS,
     ServerSettings,
     flag_of,
     parse_slots,
+    value_after,
 )
 from moestream.server.supervise import notice, stop_on_signals
 from moestream.upstream import engines
 
 EXIT_OUTPUTS_DIFFER = 3
+EXIT_CODES = {
+    0: "measured; stock may have failed, which is told",
+    1: "a side of moestream could not be measured to its end, or another error",
+    EXIT_OUTPUTS_DIFFER: "outputs differ",
+    130: "interrupted; what there was by then is printed",
+}
 STOCK = "stock"
 
 
@@ -81,20 +83,25 @@ def make_sides(
     base = replace(
         settings, host=DEFAULT_HOST, port=0, parallel=1, learn=None, warm="off", kept_map=None if settings.map else False
     )
-    how = {"backend": backend, "ready_timeout_s": ready_timeout_s}
+    how: dict[str, Any] = {"backend": backend, "ready_timeout_s": ready_timeout_s, "tell": _nothing}
     sides = [
         Side(f"moestream {n}{' slots' if n.isdigit() else ''}", partial(make_plan, replace(base, slots=n), **how), streams=True)
         for n in slots
     ]
+    plans = [make_plan(replace(base, slots=n), **{**how, "tell": notice}) for n in slots]  # said once, not in every round
     if stock:
-        plain = replace(
-            base, slots="off", io_threads=None, io=None, policy=None, overlap=None, map=None, router_top_k=None, warm=None,
-            kept_map=False, extra=without_streaming(base.extra),
-        )  # fmt: skip
+        # Where a quota leaves fewer cores than llama.cpp would take, a plan says so, and stock is not to lose by that.
+        own = value_after(base.extra, "-t", "--threads")
+        threads = value_after(plans[0].argv, "-t") if own is None else None
+        extra = without_streaming(base.extra)
+        plain = replace(base.without_streaming(), extra=extra if threads is None else ("-t", threads, *extra))
         sides.append(Side(STOCK, partial(make_plan, plain, **how), streams=False))
-    for side in sides:
-        side.plan()
+        sides[-1].plan()
     return sides
+
+
+def _nothing(line: str) -> None:
+    """Tell nothing."""
 
 
 def _check_room(settings: ServerSettings, facts: GgufFacts, n_prompt: int, n_tokens: int) -> None:
@@ -121,23 +128,23 @@ def bench(
         typer.Option("--cold/--warm", help="Only with the page cache emptied, or only a second answer.", show_default="both"),
     ] = None,
     plot_: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: FILE.png or FILE.svg.")] = None,
-    ctx: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Context in tokens. Default: 8192, or the model's if less.")
-    ] = None,
-    io_threads: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Reads of experts at a time, 1 to {MAX_IO_THREADS}.")
-    ] = None,
-    io: Annotated[Io | None, typer.Option(help="How experts are read.")] = None,
-    policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
-    overlap: Annotated[Switch | None, typer.Option(help="Compute with what is there while experts are read.")] = None,
+    ram: options.Ram = None,
+    vram: options.Vram = None,
+    ctx: options.Ctx = None,
+    io_threads: options.IoThreads = None,
+    io: options.IoMode = None,
+    policy: options.PolicyName = None,
+    overlap: options.Overlap = None,
+    ram_tier: options.RamTier = None,
+    prefetch: options.PrefetchMode = None,
+    pool: options.PoolPlace = None,
+    gpu_path: options.GpuPathName = None,
+    require_gpu: options.RequireGpu = None,
     map_: Annotated[str | None, typer.Option("--map", metavar="FILE", help="A router map.")] = None,
-    router_top_k: Annotated[int | None, typer.Option(metavar="K", help="Pin the K most used experts of --map.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
+    router_top_k: options.RouterTopK = None,
+    backend: options.Backend = None,
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For each answer.")] = 1800.0,
-    ready_timeout: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="SECONDS", help="For each start; 0: none.", show_default=f"{DEFAULT_READY_TIMEOUT_S:g}"),
-    ] = None,
+    ready_timeout: options.ReadyTimeout = None,
     extra: Annotated[
         list[str] | None,
         typer.Argument(metavar="MODEL -- LLAMA ARGS…", help="File, directory or name; what to pass on to every llama-server."),
@@ -148,11 +155,11 @@ def bench(
     if not rest or rest[0].startswith("-"):
         raise MoestreamError("no model is given", hint="moestream bench FILE --vs stock", exit_code=2)
     # What a bench decides itself is not left to files: one that sets them is for servers.
-    given = {
-        "model": rest.pop(0), "ctx": ctx, "io_threads": io_threads, "io": io and io.value, "policy": policy and policy.value,
-        "overlap": overlap and overlap.value, "map": map_, "router_top_k": router_top_k, "backend": backend,
-        "ready_timeout": ready_timeout, "slots": None if slots is None else slot_counts(slots)[0],
-    }  # fmt: skip
+    given = options.given(
+        model=rest.pop(0), ram=ram, vram=vram, ctx=ctx, io_threads=io_threads, io=io, policy=policy, overlap=overlap, ram_tier=ram_tier,
+        prefetch=prefetch, pool=pool, gpu_path=gpu_path, require_gpu=require_gpu, map=map_, router_top_k=router_top_k, backend=backend,
+        ready_timeout=ready_timeout, slots=None if slots is None else slot_counts(slots)[0],
+    )  # fmt: skip
     merged = config.merge(given, os.environ, config.load())
     try:
         counts = slot_counts(merged["slots"] if slots is None else slots)

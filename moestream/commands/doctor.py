@@ -14,7 +14,8 @@ from moestream.errors import MoestreamError
 from moestream.progress import Bar
 from moestream.result import Result
 
-EXIT_FAILED = 3  # a check failed; the report is printed
+EXIT_FAILED = 3
+EXIT_CODES = {0: "nothing fails; there may be warnings", EXIT_FAILED: "a check fails; the report is printed"}
 
 
 def report(survey: Survey) -> Result:

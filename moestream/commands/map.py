@@ -8,12 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from moestream import gguf_facts
-from moestream.commands.start import Policy
+from moestream import gguf_facts, model_names
+from moestream.commands.options import Policy
 from moestream.commands.trace import check_fingerprint, parse_list, text_table
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
-from moestream.models.store import locate
 from moestream.result import Result
 from moestream.routing import budget as budgets
 from moestream.routing import kept, maps
@@ -69,7 +68,7 @@ def make(
     budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for all slots, as 4GiB: also choose slots for each layer.")
     ] = None,
-    model: Annotated[Path | None, typer.Option("--model", "-m", metavar="FILE|DIR|NAME", help="Needed for --budget.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", metavar="NAME|FILE|DIR", help="Needed for --budget.")] = None,
     policy: Annotated[
         Policy | None, typer.Option(help="Policy that the slots of --budget are chosen for.", show_default="lru")
     ] = None,
@@ -87,7 +86,7 @@ def make(
     maps.check_replaceable(out)
     recorded = [traces.read(file) for file in files]
     router_map = maps.from_traces(recorded)
-    facts = gguf_facts.read(locate(model)) if model is not None else None
+    facts = gguf_facts.read(model_names.find(model)) if model is not None else None
     if facts is not None:
         check_fingerprint(facts, files[0], router_map.model, ((m.layer, m.n_expert) for m in router_map.layers))
     data: dict[str, Any] = {"map": str(out), "model": router_map.model.as_json(), "tokens": router_map.tokens}
@@ -215,7 +214,7 @@ def validate(
 
 def forget(
     model: Annotated[
-        Path | None, typer.Option("--model", "-m", metavar="FILE|DIR", help="The model whose map is to be forgotten.")
+        str | None, typer.Option("--model", "-m", metavar="NAME|FILE|DIR", help="The model whose map is to be forgotten.")
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="The maps of all models.")] = False,
 ) -> Result:
@@ -223,7 +222,7 @@ def forget(
     if (model is None) != all_:
         what = "--model and --all exclude each other" if all_ else "a model is needed"
         raise MoestreamError(what, hint="moestream map forget --model FILE, or --all")
-    own = fingerprint(gguf_facts.read(model)) if model is not None else None
+    own = fingerprint(gguf_facts.read(model_names.find(model))) if model is not None else None
     store = RecordStore()
     for port in store.ports_with_traces():
         store.put_aside_trace(port)

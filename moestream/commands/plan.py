@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from moestream import config, gguf_facts, model_names, paths, proc
-from moestream.commands.map import parse_size
-from moestream.commands.start import DEFAULT_CTX_TOKENS, check_map
+from moestream.commands import options
+from moestream.commands.start import DEFAULT_CTX_TOKENS, check_map, settings_of
 from moestream.commands.trace import check_fingerprint, text_table
 from moestream.config import Merged
 from moestream.errors import MoestreamError
@@ -21,27 +21,29 @@ from moestream.gguf_facts import GgufFacts
 from moestream.models import names
 from moestream.models.store import ModelStore
 from moestream.planning import check as checking
-from moestream.planning import hardware, hits, memory, remote, speed
+from moestream.planning import fit, hardware, hits, memory, remote, speed
+from moestream.planning.fit import Chosen, check_cache_type
 from moestream.planning.hits import HitModel
-from moestream.planning.memory import RAM_AUTO, Wishes
+from moestream.planning.memory import Wishes
 from moestream.planning.plan import Machine, Plan, make_plan, speed_json
 from moestream.planning.speed import Rates
-from moestream.planning.state import ContextShape
 from moestream.result import Result
 from moestream.routing import kept, maps
 from moestream.routing import replay as replaying
 from moestream.routing import trace as traces
 from moestream.routing.fingerprint import fingerprint
-from moestream.server import report
-from moestream.server.arguments import parse_slots, value_after
+from moestream.server import learning, report
+from moestream.server.arguments import build_argv, parse_slots
 from moestream.server.client import ServerClient, Stats
+from moestream.server.planned import budget_of
 from moestream.server.records import RecordStore, ServerRecord
+from moestream.sizes import parse_size
 from moestream.upstream import engines
 
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 _REPLAY_POINTS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 # A check asks for this many tokens where the server has not written as many yet.
 CHECK_TOKENS = 48
+EXIT_CODES = {0: "it can work; with --check: the plan holds", 1: "it cannot work, or the plan does not hold; or another error"}
 _CHECK_PROMPT = "The purpose of this manual is to describe"
 _COMPLETION_TIMEOUT_S = 600.0
 
@@ -103,27 +105,6 @@ class Measured:
             "prompt_flops": self.prompt_flops,
             "load": self.load,
         }
-
-
-def check_cache_type(flag: str, value: str) -> str:
-    """A ggml type of the KV cache, upper case.
-
-    Raises:
-        MoestreamError: llama-server does not take it.
-    """
-    if value.lower() not in CACHE_TYPES:
-        raise MoestreamError(f"{flag} {value}: expected {', '.join(CACHE_TYPES[:-1])} or {CACHE_TYPES[-1]}", hint=f"{flag} f16")
-    return value.upper()
-
-
-def parse_tier(value: str) -> int:
-    """``--ram-tier`` as the engine reads it: bytes, ``RAM_AUTO``, or 0 for none.
-
-    Raises:
-        MoestreamError: it is no size.
-    """
-    words = {"none": 0, "auto": RAM_AUTO}
-    return words[value.lower()] if value.lower() in words else parse_size("--ram-tier", value)
 
 
 def subject_of(merged: Merged) -> Subject:
@@ -215,38 +196,30 @@ def machine_of(measured: Measured, ram: int | None, vram: int | None) -> Machine
     Raises:
         MoestreamError: this system does not say how much memory there is.
     """
-    if ram is None and measured.memory is None:
-        raise MoestreamError("this system does not say how much memory is available", hint="--ram SIZE")
-    available, limited_by = (
-        (ram, "--ram") if ram is not None else (measured.memory.available_bytes, measured.memory.limited_by)  # type: ignore[union-attr]
-    )
     if vram is None and measured.gpus and _engine_uses_gpu():
         vram = sum(gpu.free_bytes for gpu in measured.gpus)
-    return Machine(available, limited_by, measured.cores, measured.rates, vram)
+    budget = budget_of(measured.memory, measured.cores, vram, ram)
+    return Machine(budget.available_bytes, budget.limited_by, budget.cores, measured.rates, budget.vram_bytes)
 
 
-def _slots(text: str, facts: GgufFacts) -> int | None:
-    if text == "all":
-        return max(facts.n_expert, 1)
-    return int(text) if text.isdigit() else None
-
-
-def _command(
-    subject: Subject, made: Plan, wishes: Wishes, ctx: int, parallel: int | None, ram_tier: str | None, n_core: int
-) -> str:
-    words = ["moestream", "start", "--model", subject.name, "--slots", str(made.memory.slots), "--ctx", str(ctx)]
-    if made.memory.slots == made.memory.n_expert:
-        words[5] = "all"
-    if parallel is not None:
-        words += ["--parallel", str(parallel)]
-    more = []
-    for flag, type_name in (("--cache-type-k", wishes.context.type_k), ("--cache-type-v", wishes.context.type_v)):
-        more += [flag, type_name.lower()] if type_name != "F16" else []
-    if ram_tier is not None and wishes.ram_tier_bytes and made.memory.slots < made.memory.n_expert:
+def _command(subject: Subject, merged: Merged, chosen: Chosen, wishes: Wishes, types: tuple[str | None, str | None]) -> str:
+    """What to start with: the plan's decisions, and what was asked for beside them."""
+    words = ["moestream", "start", "--model", subject.name, "--slots", chosen.slots, "--ctx", str(wishes.context.n_ctx)]
+    if merged["parallel"] is not None:
+        words += ["--parallel", str(merged["parallel"])]
+    ram_tier = chosen.ram_tier or merged["ram_tier"]
+    if ram_tier not in (None, "none") and chosen.slots != "all":
         words += ["--ram-tier", ram_tier]
-    if n_core < hardware.default_threads():
-        more += ["-t", str(n_core)]
+    more = [*_type_flags(types), *chosen.arguments]
     return shlex.join([*words, *(["--", *more] if more else [])])
+
+
+def _type_flags(types: tuple[str | None, str | None]) -> list[str]:
+    """The types of the KV cache that were asked for, as arguments of llama-server."""
+    more = []
+    for flag, name in zip(("--cache-type-k", "--cache-type-v"), types, strict=True):
+        more += [flag, name.lower()] if name is not None else []
+    return more
 
 
 def as_json(
@@ -272,7 +245,7 @@ def as_json(
         "settings": {
             "ctx_tokens": context.n_ctx, "parallel": context.n_seq, "unified_kv": context.unified,
             "cache_type_k": context.type_k.lower(), "cache_type_v": context.type_v.lower(),
-            "ubatch": min(context.n_ubatch, context.n_ctx), "threads": machine.cores,
+            "ubatch": min(context.n_ubatch, context.n_ctx), "threads": fit.threads(wishes, machine.budget),
         },
         "hardware": measured.as_json(),
         "memory": {
@@ -368,44 +341,50 @@ def as_text(data: dict[str, Any], made: Plan, measured: Measured) -> str:
 
 
 def plan_command(
-    subject: Subject, merged: Merged, *, ram: str | None, vram: str | None, slots: str | None, types: tuple[str | None, str | None],
-    ram_tier: str | None, map_path: Path | None, trace_path: Path | None, target_tps: float | None,
-) -> Result:  # fmt: skip
+    subject: Subject, merged: Merged, *, types: tuple[str | None, str | None], trace_path: Path | None, target_tps: float | None
+) -> Result:
     """Measure, plan, report.
+
+    Args:
+        merged: all that ``start`` would be asked for.
+        types: of the K and the V cache, where they are given.
 
     Raises:
         MoestreamError: see ``plan.make_plan`` and what reads the arguments.
     """
-    facts = subject.facts
+    facts, notices = subject.facts, []
     ctx = merged["ctx"]
     if ctx is None:
         ctx = min(DEFAULT_CTX_TOKENS, facts.n_ctx_train or DEFAULT_CTX_TOKENS)
-    ctx = ctx or facts.n_ctx_train
-    parallel, passed_on, notices = merged["parallel"], merged["llama_args"], []
-    type_k = types[0] or value_after(passed_on, "-ctk", "--cache-type-k") or "f16"
-    type_v = types[1] or value_after(passed_on, "-ctv", "--cache-type-v") or "f16"
-    if slots is None and merged["slots"] in ("map", "off"):
-        notices.append(f"slots: {merged['slots']} of {merged.settings['slots'].source} is not planned, auto is")
+    slots = parse_slots(merged["slots"])
+    if slots in ("map", "off"):
+        notices.append(f"slots: {slots} of {merged.settings['slots'].source} is not planned, auto is")
+        slots = "auto"
     if subject.is_remote:
         notices.append(f"it is not here: moestream pull {subject.name}")
-    types_known = check_cache_type("--cache-type-k", type_k), check_cache_type("--cache-type-v", type_v)
-    wishes = Wishes(
-        ContextShape(ctx, parallel or 4, parallel is None, type_k=types_known[0], type_v=types_known[1]),
-        slots=_slots(slots if slots is not None else merged["slots"], facts),
-        ram_tier_bytes=0 if ram_tier is None else parse_tier(ram_tier),
-        repacked=hardware.repacked_types(),
-    )
-    ram_bytes = None if ram is None else parse_size("--ram", ram)
-    vram_bytes = None if vram is None else parse_size("--vram", vram)
+    settings = settings_of(merged, _type_flags(types), model=Path(subject.name))
+    settings = replace(settings, slots=slots, ctx=ctx or facts.n_ctx_train)
+    argv = build_argv(Path("llama-server"), settings)
+    wishes = fit.wishes_of(argv, os.environ, facts, repacked=hardware.repacked_types())
+    if slots == "auto" and facts.is_moe and (why := fit.unplanned(argv, os.environ, facts)) is not None:
+        notices.append(f"start leaves --slots auto to the engine: {why}")
+    ram, vram = merged["ram"], merged["vram"]
     measured = measure(subject)
-    machine = machine_of(measured, ram_bytes, vram_bytes)
+    machine = machine_of(
+        measured, None if ram is None else parse_size("--ram", ram), None if vram is None else parse_size("--vram", vram)
+    )
+    if slots == "auto" and machine.vram_bytes is not None and not settings.has_budget:
+        notices.append(
+            "start leaves --slots auto to the engine, in the memory of the card; the command below has the slots in RAM"
+        )
     if facts.is_moe and facts.expert_bytes >= memory.PROBE_BYTES_MIN:
         wishes = replace(wishes, in_flight_expected=memory.in_flight_chosen(measured.drive.rates))
-    model = hit_model(subject, map_path, trace_path, wishes, machine.available_bytes)
+    model = hit_model(subject, settings.map, trace_path, wishes, machine.available_bytes)
     made = make_plan(facts, machine, wishes, model, target_tps=target_tps)
     made = replace(made, notices=(*made.notices, *notices, *filter(None, [measured.busy])))
     data = as_json(subject, measured, machine, wishes, made, target_tps)
-    data["command"] = _command(subject, made, wishes, ctx, parallel, ram_tier, measured.cores)
+    chosen = fit.choose(wishes, made.settled, machine.budget, default_threads=hardware.default_threads())
+    data["command"] = _command(subject, merged, chosen, wishes, types)
     return Result("plan", data, as_text(data, made, measured))
 
 
@@ -428,27 +407,13 @@ def _record(port: int | None) -> ServerRecord:
 
 def _settings_of(record: ServerRecord, facts: GgufFacts, stats: Stats) -> Wishes:
     """What a running server was started with."""
-    argv, raw = record.argv, stats.raw or {}
-    if raw.get("slots_requested") == "map":
+    requested = str((stats.raw or {}).get("slots_requested"))
+    if requested == "map":
         raise MoestreamError(
             "the server's slots are those of a router map, other ones in each layer, which is not planned",
             hint="start it with --slots N",
         )
-    parallel = value_after(argv, "-np", "--parallel")
-    shape = ContextShape(
-        int(value_after(argv, "-c", "--ctx-size") or 0) or facts.n_ctx_train,
-        int(parallel or 4), parallel is None or "-kvu" in argv or "--kv-unified" in argv,
-        int(value_after(argv, "-ub", "--ubatch-size") or 512),
-        (value_after(argv, "-ctk", "--cache-type-k") or "f16").upper(),
-        (value_after(argv, "-ctv", "--cache-type-v") or "f16").upper(),
-    )  # fmt: skip
-    tier = value_after(argv, "--moe-ram")
-    requested = str(raw.get("slots_requested"))
-    return Wishes(
-        shape, slots=_slots(requested, facts), ram_tier_bytes=0 if tier is None else parse_tier(tier),
-        staging=value_after(argv, "--moe-staging") or "auto", io=value_after(argv, "--moe-io") or "auto", prefetch=value_after(argv, "--moe-prefetch") != "off",
-        repacked=hardware.repacked_types() if "--no-repack" not in argv else frozenset(),
-    )  # fmt: skip
+    return fit.wishes_of(record.argv, {}, facts, repacked=hardware.repacked_types(), slots=requested)
 
 
 def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
@@ -469,8 +434,11 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
             )
         wishes = _settings_of(record, facts, stats)
         load = hardware.load()  # the completion below is load, too
-        rate, how = _decode_rate(client)
+        before = stats
+        rate, how, asked = _decode_rate(client, may_ask=learning.can_leave_out(record, RecordStore(), os.environ))
         stats = client.stats()
+        if asked:  # nobody's use of the model
+            learning.leave_out(record, RecordStore(), _tokens(before), _tokens(stats))
     raw = stats.raw or {}
     measured = replace(measure(subject), load=load)
     machine = machine_of(measured, None, None)
@@ -485,7 +453,7 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
         facts, known, machine.rates, slots=real, ram_bytes=made.memory.sizes.ram_bytes, ubatch=wishes.context.n_ubatch,
         cached=raw["io"]["mode"] == "buffered",
     )  # fmt: skip
-    n_token = stats.total("tokens_decode") + stats.total("tokens_prefill")
+    n_token = _tokens(stats)
     deviations = [
         checking.Deviation("slots", wanted, real, None if wishes.slots is None else 0.0),
         *checking.memory(made.memory.sizes.as_json(), stats.memory),
@@ -511,14 +479,26 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
         )
 
 
-def _decode_rate(client: ServerClient) -> tuple[float | None, str]:
+def _tokens(stats: Stats) -> int:
+    """That the server has computed so far."""
+    return stats.total("tokens_decode") + stats.total("tokens_prefill")
+
+
+def _decode_rate(client: ServerClient, *, may_ask: bool) -> tuple[float | None, str, bool]:
+    """Tokens a second, what says so, and whether the server was asked for them.
+
+    Args:
+        may_ask: whether what it is asked stays out of the kept router map.
+    """
     counters = client.metrics()
     tokens = counters.get("llamacpp:tokens_predicted_total", 0.0)
     seconds = counters.get("llamacpp:tokens_predicted_seconds_total", 0.0)
     if tokens >= CHECK_TOKENS and seconds > 0:
-        return tokens / seconds, f"/metrics, {tokens:.0f} tokens"
+        return tokens / seconds, f"/metrics, {tokens:.0f} tokens", False
+    if not may_ask:
+        return None, f"fewer than {CHECK_TOKENS} tokens: it records for the kept map, and sleeps, so it is not asked", False
     rate = client.decode_rate(_CHECK_PROMPT, CHECK_TOKENS)
-    return rate, f"a completion of {CHECK_TOKENS} tokens"
+    return rate, f"a completion of {CHECK_TOKENS} tokens", True
 
 
 def _figure(name: str, value: float | None) -> str:
@@ -542,25 +522,16 @@ def plan(
         str | None,
         typer.Argument(metavar="[MODEL]", help="As for start; or hf:OWNER/REPO[:QUANT], of which the header alone is fetched."),
     ] = None,
-    ram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Plan for so much memory.", show_default="what is free now")
-    ] = None,
-    vram: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Plan with so much GPU memory, for all but experts.", show_default="what the engine uses"
-        ),
-    ] = None,
+    ram: options.Ram = None,
+    vram: options.Vram = None,
     slots: Annotated[
         str | None, typer.Option(metavar="N|auto|all", help="Expert slots in each layer.", show_default="auto")
     ] = None,
-    ctx: Annotated[int | None, typer.Option(min=0, metavar="N", help="Context in tokens, as for start.")] = None,
+    ctx: options.Ctx = None,
     parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests served at a time.")] = None,
     cache_type_k: Annotated[str | None, typer.Option(metavar="TYPE", help="Type of the K cache.", show_default="f16")] = None,
     cache_type_v: Annotated[str | None, typer.Option(metavar="TYPE", help="Type of the V cache.", show_default="f16")] = None,
-    ram_tier: Annotated[
-        str | None, typer.Option(metavar="SIZE|auto|none", help="The RAM tier below the slots.", show_default="none")
-    ] = None,
+    ram_tier: options.RamTier = None,
     map_: Annotated[
         Path | None, typer.Option("--map", metavar="FILE", help="Hit rates from this router map.", show_default="the kept one")
     ] = None,
@@ -594,8 +565,11 @@ def plan(
             check_cache_type(flag, value)
     if slots is not None:
         slots = parse_slots(slots, ("auto", "all"))
-    merged = config.merge({"model": model, "ctx": ctx, "parallel": parallel}, os.environ, config.load())
-    yield plan_command(
-        subject_of(merged), merged, ram=ram, vram=vram, slots=slots, types=(cache_type_k, cache_type_v), ram_tier=ram_tier,
-        map_path=None if map_ is None else check_map(map_), trace_path=trace, target_tps=target_tps,
-    )  # fmt: skip
+    given = options.given(model=model, slots=slots, ram=ram, vram=vram, ctx=ctx, parallel=parallel, ram_tier=ram_tier, map=map_)
+    merged = config.merge(given, os.environ, config.load())
+    types = (cache_type_k, cache_type_v)
+    try:
+        result = plan_command(subject_of(merged), merged, types=types, trace_path=trace, target_tps=target_tps)
+    except MoestreamError as error:
+        raise config.explained(error, merged.settings) from error
+    yield result

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from moestream import config, gguf_facts, model_names, paths
+from moestream.commands import options
 from moestream.config import BUILT_IN
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
@@ -22,7 +22,6 @@ from moestream.server.arguments import (
     DEFAULT_HOST,
     DEFAULT_PORT,
     DEFAULT_READY_TIMEOUT_S,
-    MAX_IO_THREADS,
     ServerSettings,
     build_argv,
     check_extra,
@@ -31,6 +30,7 @@ from moestream.server.arguments import (
     value_after,
 )
 from moestream.server.client import base_url
+from moestream.server.planned import check_held, plan_for
 from moestream.server.process import Cause
 from moestream.server.progress import progress
 from moestream.server.records import RecordStore, ServerRecord
@@ -50,29 +50,11 @@ from moestream.upstream import engines
 # llama-server's own default is what the model was trained with: often 256 Ki tokens, a KV cache of many GiB, on
 # machines that were too small for the model in the first place.
 DEFAULT_CTX_TOKENS = 8192
-
-
-class Io(StrEnum):
-    auto = "auto"
-    direct = "direct"
-    buffered = "buffered"
-
-
-class Policy(StrEnum):
-    lru = "lru"
-    lfu = "lfu"
-    heat = "heat"
-
-
-class Prefetch(StrEnum):
-    auto = "auto"
-    on = "on"
-    off = "off"
-
-
-class Switch(StrEnum):
-    on = "on"
-    off = "off"
+EXIT_CODES = {
+    0: "served until it was stopped; with --detach: it serves",
+    1: "no server runs, or it ended by itself",
+    130: "Ctrl-C before it was ready",
+}
 
 
 def check_map(path: Path) -> Path:
@@ -162,15 +144,17 @@ def make_plan(
     backend: str | None = None,
     detached: bool = False,
     ready_timeout_s: float = DEFAULT_READY_TIMEOUT_S,
+    tell: Callable[[str], None] = notice,
 ) -> ServerPlan:
-    """Check everything that can be checked before a process is started.
+    """Check everything that can be checked before a process is started, and decide what a plan decides.
 
     Args:
         settings: ``model`` may be a directory or any shard here. Port 0 chooses a free one.
         backend: of the engine; None for the one in use.
+        tell: prints a line about what was decided.
 
     Raises:
-        MoestreamError: a wrong model, no engine, arguments that collide, an address in use.
+        MoestreamError: a wrong model, no engine, arguments that collide, an address in use, too little memory.
     """
     check_extra(settings.extra)
     check_streaming_flags(settings)
@@ -188,7 +172,10 @@ def make_plan(
     ctx = settings.ctx
     if ctx is None:
         ctx = min(DEFAULT_CTX_TOKENS, facts.n_ctx_train or DEFAULT_CTX_TOKENS)
-    ready = replace(settings, model=paths.absolute(facts.files[0]), port=port, ctx=ctx)
+    _check_gpu(settings, engine)
+    planned = plan_for(replace(settings, model=paths.absolute(facts.files[0]), port=port, ctx=ctx), facts, engine, os.environ)
+    ready = planned.settings
+    check_pins(facts, ready.slots, settings.router_top_k)
     extra = settings.extra
     https = bool(_given(extra, "--ssl-key-file", "LLAMA_ARG_SSL_KEY_FILE")) and bool(
         _given(extra, "--ssl-cert-file", "LLAMA_ARG_SSL_CERT_FILE")
@@ -196,8 +183,8 @@ def make_plan(
     prefix = _given(extra, "--api-prefix", "LLAMA_ARG_API_PREFIX")
     api_key = _api_key(extra)
     kept, said = learning.plan_for(settings, facts, store, os.environ)
-    for line in said:
-        notice(line)
+    for line in (*planned.said, *said):
+        tell(line)
     return ServerPlan(
         argv=tuple(build_argv(paths.absolute(engine.tool("llama-server")), ready)),
         host=settings.host,
@@ -214,7 +201,17 @@ def make_plan(
         ready_timeout_s=ready_timeout_s,
         map_path=None if settings.map is None else str(settings.map),
         learning=kept,
+        planned=planned.facts,
     )
+
+
+def _check_gpu(settings: ServerSettings, engine: engines.Engine) -> None:
+    """Refuse what an engine without code for a GPU cannot honour; whether there is a GPU is the engine's to find out."""
+    if settings.require_gpu and engine.backend == "cpu":
+        raise MoestreamError(
+            f"--require-gpu cannot be honoured: the engine in use ({engine.id}) computes on the CPU alone",
+            hint="an engine for the GPU: moestream build --backend cuda; moestream engines lists those that are built",
+        )
 
 
 def _check_warm(warm: str | None, ready_timeout_s: float) -> None:
@@ -274,6 +271,7 @@ def ready_result(plan: ServerPlan, facts: ReadyFacts, *, elapsed_s: float, super
         "streaming": stats.streaming if stats.available else None,
         "stats": stats.raw,
         "stats_unavailable": stats.reason or None,
+        "plan": plan.planned,
         "kept_map": learning.as_json(plan.learning, plan.argv),
         "config_sources": plan.config_sources,
         "argv": _without_key(plan.argv),
@@ -301,6 +299,9 @@ def _map_line(plan: ServerPlan) -> str | None:
     kept = learning.as_json(plan.learning, plan.argv)
     if kept is None:
         return plan.map_path
+    if kept["problem"]:
+        then = "a new one is begun when the server ends" if kept["learning"] else "moestream map forget removes it"
+        return f"the kept one is damaged and not used, {then}: {kept['path']}"
     text = f"{kept['path']}, of {kept['tokens']} tokens" if kept["used"] else plan.map_path
     if not kept["learning"]:
         return text
@@ -326,13 +327,22 @@ def _without_key(argv: tuple[str, ...]) -> list[str]:
     return ["…" if i and argv[i - 1] == "--api-key" else a for i, a in enumerate(argv)]
 
 
+def _check_held(plan: ServerPlan, facts: ReadyFacts) -> None:
+    """Raises:
+    MoestreamError: the server takes more memory than was planned with.
+    """
+    stats = facts.stats
+    if stats.streaming:
+        check_held(plan.planned, stats.memory, int((stats.raw or {}).get("slots") or 0))
+
+
 def serve(plan: ServerPlan) -> Generator[Result, None, None]:
     """Serve in the foreground: yields the report at ready, returns when the server was stopped.
 
     Closing the iterator stops the server too.
 
     Raises:
-        MoestreamError: the server ended by itself.
+        MoestreamError: the server ended by itself, or takes more memory than was planned with.
     """
     started = time.monotonic()
     supervisor = Supervisor(plan)
@@ -345,6 +355,7 @@ def serve(plan: ServerPlan) -> Generator[Result, None, None]:
             was_ready = snapshot.exit is None
             if was_ready:
                 facts = ask_ready_facts(plan)
+                _check_held(plan, facts)
                 elapsed_s = time.monotonic() - started
                 _warn_if_open(plan)
                 yield ready_result(supervisor.plan, facts, elapsed_s=elapsed_s, supervisor_pid=os.getpid())
@@ -370,7 +381,7 @@ def detach(plan: ServerPlan) -> Generator[Result, None, None]:
     A server whose report could not be printed is stopped: to whoever started it, a failed start means that none runs.
 
     Raises:
-        MoestreamError: the server ended before it was ready.
+        MoestreamError: the server ended before it was ready, or takes more memory than was planned with.
     """
     started = time.monotonic()
     detached = Detached(plan)
@@ -383,8 +394,12 @@ def detach(plan: ServerPlan) -> Generator[Result, None, None]:
     plan = detached.check()
     try:
         facts = ask_ready_facts(plan)
+        _check_held(plan, facts)
         _warn_if_open(plan)
         yield ready_result(plan, facts, elapsed_s=time.monotonic() - started, supervisor_pid=detached.pid)
+    except MoestreamError:
+        detached.stop()
+        raise
     except BaseException:  # GeneratorExit when printing failed
         detached.stop()
         notice(f"notice: the server on port {plan.port} was ready and has been stopped, for this could not be reported")
@@ -409,12 +424,9 @@ def start(
             show_default=BUILT_IN["slots"],
         ),
     ] = None,
-    ctx: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="N", help="Context in tokens; 0: as the model was trained. Default: 8192, or the model's if less."
-        ),
-    ] = None,
+    ram: options.Ram = None,
+    vram: options.Vram = None,
+    ctx: options.Ctx = None,
     host: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Address to listen on.", show_default=DEFAULT_HOST)
     ] = None,
@@ -423,24 +435,15 @@ def start(
         typer.Option(min=0, max=65535, metavar="N", help="Port to listen on; 0: any free one.", show_default=str(DEFAULT_PORT)),
     ] = None,
     parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests served at a time.")] = None,
-    # Checked by hand: Typer's message for a range leaves out the value.
-    io_threads: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Reads of experts at a time, 1 to {MAX_IO_THREADS}.")
-    ] = None,
-    io: Annotated[Io | None, typer.Option(help="How experts are read.")] = None,
-    policy: Annotated[Policy | None, typer.Option(help="Which expert leaves its slot.")] = None,
-    overlap: Annotated[Switch | None, typer.Option(help="Compute with what is there while experts are read.")] = None,
-    ram_tier: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE|auto|none",
-            help="Memory below the slots, for experts that lost theirs, as 4GiB; auto: what is left. Default: none.",
-        ),
-    ] = None,
-    prefetch: Annotated[
-        Prefetch | None,
-        typer.Option(help="Read ahead what the next layer will probably choose. Default: auto, while it measures faster."),
-    ] = None,
+    io_threads: options.IoThreads = None,
+    io: options.IoMode = None,
+    policy: options.PolicyName = None,
+    overlap: options.Overlap = None,
+    ram_tier: options.RamTier = None,
+    prefetch: options.PrefetchMode = None,
+    pool: options.PoolPlace = None,
+    gpu_path: options.GpuPathName = None,
+    require_gpu: options.RequireGpu = None,
     map_: Annotated[
         str | None, typer.Option("--map", metavar="FILE", help="A router map of yours, instead of the one that is kept.")
     ] = None,
@@ -453,14 +456,12 @@ def start(
         ),
     ] = None,
     learn: Annotated[
-        Switch | None,
+        options.Switch | None,
         typer.Option(
             help="Record which experts are chosen, for the kept map. Default: on, unless --map or --no-map is given.",
         ),
     ] = None,
-    router_top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Pin the K most used experts of --map in each layer to their slots.")
-    ] = None,
+    router_top_k: options.RouterTopK = None,
     warm: Annotated[
         str | None,
         typer.Option(
@@ -468,19 +469,11 @@ def start(
             help="Fill slots before the first request; wait for that so long at most. Default: 0, in the background.",
         ),
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
+    backend: options.Backend = None,
     detach_: Annotated[
         bool | None, typer.Option("--detach/--no-detach", "-d", help="Serve in the background.", show_default="no")
     ] = None,
-    ready_timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="Give up when it is not ready by then; 0: never.",
-            show_default=f"{DEFAULT_READY_TIMEOUT_S:g}",
-        ),
-    ] = None,
+    ready_timeout: options.ReadyTimeout = None,
     extra: Annotated[
         list[str] | None,
         typer.Argument(metavar="[MODEL] -- LLAMA ARGS…", help="The model, as for --model; what to pass on to llama-server."),
@@ -494,12 +487,12 @@ def start(
                 f"two models are given: {rest[0]} and --model {model}", hint="leave out one of them", exit_code=2
             )
         model = rest.pop(0)
-    given = {
-        "model": model, "slots": slots, "ctx": ctx, "host": host, "port": port, "parallel": parallel, "io_threads": io_threads,
-        "io": io and io.value, "policy": policy and policy.value, "overlap": overlap and overlap.value, "ram_tier": ram_tier, "prefetch": prefetch and prefetch.value, "map": map_,
-        "kept_map": kept_map, "learn": learn and learn.value, "router_top_k": router_top_k, "warm": warm, "backend": backend,
-        "detach": detach_, "ready_timeout": ready_timeout,
-    }  # fmt: skip
+    given = options.given(
+        model=model, slots=slots, ram=ram, vram=vram, ctx=ctx, host=host, port=port, parallel=parallel, io_threads=io_threads, io=io,
+        policy=policy, overlap=overlap, ram_tier=ram_tier, prefetch=prefetch, pool=pool, gpu_path=gpu_path, require_gpu=require_gpu,
+        map=map_, kept_map=kept_map, learn=learn, router_top_k=router_top_k, warm=warm, backend=backend, detach=detach_,
+        ready_timeout=ready_timeout,
+    )  # fmt: skip
     merged = config.merge(given, os.environ, config.load())
     try:
         plan = plan_of(merged, rest)
@@ -511,23 +504,28 @@ def start(
         yield from serve(plan)
 
 
-def settings_of(merged: config.Merged, extra: Sequence[str]) -> ServerSettings:
+def settings_of(merged: config.Merged, extra: Sequence[str], *, model: Path | None = None) -> ServerSettings:
     """From all that was said to the settings of a server.
 
     Args:
         extra: arguments for llama-server of the command line; they follow those of the files, and the last of two counts.
+        model: instead of the one that was asked for, which is looked up otherwise.
 
     Raises:
         MoestreamError: no model is given, or something is no setting.
     """
+    as_they_are = (
+        "ram", "vram", "ctx", "host", "port", "parallel", "io_threads", "io", "policy", "overlap", "ram_tier", "prefetch", "pool",
+        "gpu_path", "require_gpu", "kept_map", "learn", "router_top_k",
+    )  # fmt: skip
     return ServerSettings(
-        model=model_names.locate(merged), slots=parse_slots(merged["slots"]), ctx=merged["ctx"], host=merged["host"],
-        port=merged["port"], parallel=merged["parallel"], io_threads=merged["io_threads"], io=merged["io"],
-        policy=merged["policy"], overlap=merged["overlap"], ram_tier=merged["ram_tier"], prefetch=merged["prefetch"], map=None if merged["map"] is None else check_map(Path(merged["map"])),
-        kept_map=merged["kept_map"], learn=merged["learn"], router_top_k=merged["router_top_k"],
+        model=model_names.locate(merged) if model is None else model,
+        slots=parse_slots(merged["slots"]),
+        map=None if merged["map"] is None else check_map(Path(merged["map"])),
         warm=None if merged.settings["warm"].source == config.DEFAULT else merged["warm"],
         extra=(*merged["llama_args"], *extra),
-    )  # fmt: skip
+        **{option: merged[option] for option in as_they_are},
+    )
 
 
 def plan_of(merged: config.Merged, extra: Sequence[str]) -> ServerPlan:

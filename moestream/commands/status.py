@@ -10,6 +10,7 @@ import typer
 
 from moestream.result import Result
 from moestream.server import report
+from moestream.server.arguments import value_after
 from moestream.server.client import Health, ServerClient, Stats
 from moestream.server.process import State
 from moestream.server.records import BrokenRecord, RecordStore, ServerRecord
@@ -28,6 +29,25 @@ def _rss_bytes(pid: int) -> int | None:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return None
+
+
+def _map_of(record: ServerRecord, store: RecordStore) -> dict[str, Any] | None:
+    """The router map that a server was started with, and whether it adds to the one that is kept; None: neither."""
+    path = value_after(record.argv, "--moe-map")
+    used_kept = path is not None and path == str(store.map_path(record.port))
+    learns = value_after(record.argv, "--moe-trace") == str(store.trace_path(record.port))
+    if path is None and not learns:
+        return None
+    return {"path": (record.kept_map or path) if used_kept else path, "kept": used_kept, "learning": learns}
+
+
+def _map_line(found: dict[str, Any] | None, record: ServerRecord) -> str | None:
+    if found is None:
+        return None
+    if found["path"] is None:
+        return f"none yet, learning for the next start: {record.kept_map or 'the kept map'}"
+    text = f"{found['path']}{', as kept when it was started' if found['kept'] else ''}"
+    return text + ("; learning" if found["learning"] else "")
 
 
 def describe(record: ServerRecord) -> tuple[dict[str, Any], str]:
@@ -52,6 +72,7 @@ def describe(record: ServerRecord) -> tuple[dict[str, Any], str]:
             state = "not answering"
     uptime_s = time.time() - record.started_s if server_alive else None
     rss = _rss_bytes(pid) if pid is not None and server_alive else None
+    router_map = _map_of(record, RecordStore())
     data: dict[str, Any] = {
         "port": record.port,
         "state": state,
@@ -69,6 +90,7 @@ def describe(record: ServerRecord) -> tuple[dict[str, Any], str]:
         "ended": record.ended or None,
         "rss_bytes": rss,
         "slots_requested": record.slots,
+        "map": router_map,
         "sleeping": sleeping,
         "streaming": stats.streaming if stats and stats.available else None,
         "hit_rate": stats.hit_rate if stats else None,
@@ -86,6 +108,7 @@ def describe(record: ServerRecord) -> tuple[dict[str, Any], str]:
         ("  experts", report.traffic_line(stats) if stats else None),
         ("  memory", report.memory_line(stats) if stats else None),
         ("  resident", report.size(rss) if rss is not None else None),
+        ("  map", _map_line(router_map, record)),
         ("  log", record.log_path),
         ("  warning", "its supervisor is gone" if server_alive and not supervisor_alive else None),
     ]

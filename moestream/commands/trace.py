@@ -15,11 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from moestream import gguf_facts, paths
+from moestream import gguf_facts, model_names, paths
 from moestream.commands.start import DEFAULT_CTX_TOKENS, check_model
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
-from moestream.models.store import locate
 from moestream.result import Result
 from moestream.routing import files
 from moestream.routing import replay as replaying
@@ -32,6 +31,7 @@ from moestream.server.progress import progress
 from moestream.server.supervise import in_our_words, stop_on_signals
 from moestream.upstream import engines
 
+EXIT_CODES = {130: "interrupted; nothing was recorded, and a trace that was there before is still there"}
 HELP = "Record which experts a model chooses, and see what slots would make of it."
 _SHOWN_LINES = 12
 # Arguments of llama-completion that are set here, and what to use instead.
@@ -40,6 +40,7 @@ _OWNED = {
     "--predict": "--tokens", "--n-predict": "--tokens", "-c": "--ctx", "--ctx-size": "--ctx", "--moe-slots": "--slots",
     "--moe-trace": "--out", "--moe-trace-limit": "--limit",
 }  # fmt: skip
+_FLAGS = ("--moe-slots",)  # what is given here, and not after --
 _DEFAULT_SLOTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -83,7 +84,8 @@ def parse_list(flag: str, text: str) -> list[int]:
 
 def record(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="GGUF file, any shard, a directory with one, or a pulled model.")
+        str,
+        typer.Argument(metavar="MODEL", help="As for start: a name of moestream.yaml, a pulled model, a file or directory."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The trace; one that is there is replaced.")],
     slots: Annotated[str, typer.Option(metavar="N|auto|all", help="Expert slots; they do not change what is chosen.")] = "auto",
@@ -116,7 +118,7 @@ def record(
     if slots == "off":
         raise MoestreamError("--slots off: without streaming nothing is recorded", hint="--slots auto")
     traces.check_replaceable(out)
-    facts = gguf_facts.read(locate(model))
+    facts = gguf_facts.read(model_names.find(model))
     if not facts.is_moe:
         raise MoestreamError(
             f"{facts.files[0].name} ({facts.architecture}) is not a mixture-of-experts model: there is nothing to record",
@@ -149,7 +151,7 @@ def record(
     return Result("trace-record", data, report.table(rows))
 
 
-def _next(model: Path, out: Path) -> str:
+def _next(model: str, out: Path) -> str:
     """What to do with a trace."""
     map_path = out.with_suffix(".map") if out.suffix != ".map" else out.with_name(f"{out.name}.map")
     trace, model_, map_ = (shlex.quote(str(path)) for path in (out, model, map_path))
@@ -202,8 +204,7 @@ def _record_error(why: str, log: str) -> MoestreamError:
     lines = [line for line in log.splitlines() if line.strip()]
     for line in lines:
         if "error loading model: " in line:
-            message, _, hint = line.split("error loading model: ", 1)[1].partition("; hint: ")
-            hint = in_our_words(hint)
+            message, _, hint = in_our_words(line.split("error loading model: ", 1)[1], _FLAGS).partition("; hint: ")
             # without streaming nothing is recorded
             return MoestreamError(f"nothing was recorded: {message}", hint=hint if hint and "--slots off" not in hint else None)
     last = "\n  ".join(deque(lines, _SHOWN_LINES))
@@ -266,7 +267,7 @@ def replay(
         str | None,
         typer.Option(metavar="NAME,…", help="Policies of the engine, or opt, the optimum.", show_default="all"),
     ] = None,
-    model: Annotated[Path | None, typer.Option("--model", "-m", metavar="FILE|DIR|NAME", help="For bytes a token.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", metavar="NAME|FILE|DIR", help="For bytes a token.")] = None,
     bandwidth: Annotated[
         float | None, typer.Option(metavar="MB/S", help="What the drive reads in a second, in millions of bytes.")
     ] = None,
@@ -286,7 +287,7 @@ def replay(
             hint="give all three, or none of the last two",
         )
     trace = traces.read(file)
-    facts = gguf_facts.read(locate(model)) if model is not None else None
+    facts = gguf_facts.read(model_names.find(model)) if model is not None else None
     if facts is not None:
         check_fingerprint(facts, file, trace.model, ((layer.layer, layer.n_expert) for layer in trace.layers))
     n_max = max(layer.n_expert for layer in trace.layers)
@@ -319,7 +320,7 @@ def replay(
     best = replaying.best_start(runs, value)
     command = None
     if best is not None:
-        named = shlex.quote(str(model or trace.model.name))
+        named = shlex.quote(model or trace.model.name)
         command = f"moestream start --model {named} --slots {min(best[1], n_max)} --policy {best[0]}"
     data = {**_facts(trace), "runs": rows, "start": command}
     return Result("trace-replay", data, _replay_text(rows, trace, command))

@@ -10,12 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from moestream import gguf_facts, paths
+from moestream import gguf_facts, model_names, paths
 from moestream.commands.start import check_model
 from moestream.commands.trace import text_table
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
-from moestream.models.store import locate
 from moestream.result import Result
 from moestream.server import report
 from moestream.server.arguments import parse_slots
@@ -30,6 +29,12 @@ from moestream.verify.text import TEXT
 
 EXIT_DIFFERENT = 3
 EXIT_NOT_PROVEN = 4
+EXIT_CODES = {
+    0: "equal",
+    1: "it could not be compared",
+    EXIT_DIFFERENT: "a logit differs",
+    EXIT_NOT_PROVEN: "nothing is proven, since no expert lost its slot",
+}
 
 
 class ReferenceKind(str, Enum):
@@ -55,7 +60,8 @@ def slot_counts(facts: GgufFacts, text: str | None) -> list[str]:
 
 def verify(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="GGUF file, any shard, a directory with one, or a pulled model.")
+        str,
+        typer.Argument(metavar="MODEL", help="As for start: a name of moestream.yaml, a pulled model, a file or directory."),
     ],
     slots: Annotated[
         str | None,
@@ -81,12 +87,9 @@ def verify(
         ),
     ] = None,
 ) -> Iterator[Result]:
-    """Compare streamed logits with those of the same engine without streaming, bit for bit.
-
-    Exit code 0: equal. 3: a logit differs. 4: nothing is proven, since no expert lost its slot. 1: it could not be compared.
-    """
+    """Compare streamed logits with those of the same engine without streaming, bit for bit."""
     both, streamed = plan.split_extra(extra or ())
-    facts = gguf_facts.read(locate(model))
+    facts = gguf_facts.read(model_names.find(model))
     if not facts.is_moe:
         raise MoestreamError(
             f"{facts.files[0].name} ({facts.architecture}) is not a mixture-of-experts model: there is nothing to stream",

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moestream.planning.memory import PROGRAM_BYTES
+
 BYTES_TOLERANCE = 0.03
 SPEED_TOLERANCE = 0.25
 
@@ -62,3 +64,24 @@ def memory(predicted: Mapping[str, int], reported: Mapping[str, int]) -> list[De
 def failed(deviations: list[Deviation]) -> list[Deviation]:
     """Those that do not hold."""
     return [d for d in deviations if d.held is False]
+
+
+def needed_bytes(memory: Mapping[str, int]) -> int:
+    """What a server needs of the machine's memory by what it reports, the program itself included; as ``check_memory`` in
+    engine/moe-hooks.cpp reckons.
+
+    Args:
+        memory: ``memory`` of docs/stats.md.
+    """
+    taken = memory["total_bytes"] - memory.get("device_bytes", 0)
+    return taken + PROGRAM_BYTES + taken // 64
+
+
+def slots_within(memory: Mapping[str, int], slots: int, available_bytes: int) -> int:
+    """How many slots would fit beside everything else that a server takes; 0 or less where nothing does.
+
+    Args:
+        slots: that it has.
+    """
+    left = available_bytes - (needed_bytes(memory) - memory["pool_bytes"])
+    return left // max(1, memory["pool_bytes"] // slots)

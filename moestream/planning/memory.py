@@ -45,6 +45,7 @@ class Wishes:
         prefetch: whether there is room for guesses.
         io: ``auto``, ``direct`` or ``buffered``.
         repacked: ggml types whose weights are repacked for the processor.
+        threads: to compute with; None: as many as there are cores.
     """
 
     context: ContextShape
@@ -56,6 +57,7 @@ class Wishes:
     prefetch: bool = True
     io: str = "auto"
     repacked: frozenset[str] = REPACKED_X86
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class MemoryPlan:
         usable_bytes: without the margin that the engine leaves.
         budgeted_bytes: what the engine reckons for these slots.
         least_bytes: the same for ``least_slots``.
+        tier_bytes: what the RAM tier may take.
         cached: reads go through the page cache, which can hold all experts beside everything else; else past it.
         sizes: what is expected to be taken.
     """
@@ -104,6 +107,7 @@ class MemoryPlan:
     usable_bytes: int
     budgeted_bytes: int
     least_bytes: int
+    tier_bytes: int
     cached: bool
     sizes: Sizes
 
@@ -292,6 +296,7 @@ def decide(facts: GgufFacts, wishes: Wishes, available_bytes: int, *, resident_e
         usable_bytes=usable_bytes,
         budgeted_bytes=resident + slots * slot_bytes + (0 if is_all else staging + guesses + tier),
         least_bytes=resident + least_extra + n_used * slot_bytes,
+        tier_bytes=tier,
         cached=holds_all and buffered,
         sizes=sizes,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
-from moestream.planning import memory, speed, state
+from moestream.planning import architectures, memory, speed, state
 from moestream.planning.hits import HitModel
 from moestream.planning.memory import MemoryPlan, Wishes
 from moestream.planning.speed import Rates, Speed
@@ -18,15 +18,28 @@ VRAM_MARGIN = 0.1  # for the driver and its library
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What planning knows of a machine.
+class Budget:
+    """What a plan may use.
 
     Attributes:
         available_bytes: memory for the server.
         limited_by: what sets that: ``MemAvailable``, ``cgroup`` and its path, or ``--ram``.
         cores: to compute with.
-        rates: see ``speed.Rates``.
         vram_bytes: free memory of GPUs that the engine uses; None: it uses none.
+    """
+
+    available_bytes: int
+    limited_by: str
+    cores: int
+    vram_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What planning knows of a machine: see Budget for most.
+
+    Attributes:
+        rates: see ``speed.Rates``.
     """
 
     available_bytes: int
@@ -34,6 +47,26 @@ class Machine:
     cores: int
     rates: Rates
     vram_bytes: int | None = None
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.available_bytes, self.limited_by, self.cores, self.vram_bytes)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Where everything goes.
+
+    Attributes:
+        on_gpu: dense weights, KV cache and compute buffers are in the memory of GPUs.
+        misfit: what to say of slots that were asked for and do not fit; None: they do.
+        notices: what else the reader should know.
+    """
+
+    memory: MemoryPlan
+    on_gpu: bool
+    misfit: str | None
+    notices: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -54,23 +87,29 @@ class Plan:
     """What a start will do, and how fast that is expected to be.
 
     Attributes:
-        memory: the slots, and what everything takes.
+        settled: the slots, and what everything takes.
         speed: with these.
         rows: for the neighbouring numbers of slots, and for these.
         target_slots: the fewest slots that reach the speed that was asked for; None: no number does, or none was asked for.
-        on_gpu: dense weights, KV cache and compute buffers are in the memory of GPUs.
         ram_tier_experts: experts of all layers that the RAM tier holds.
         notices: what the reader should know.
     """
 
-    memory: MemoryPlan
+    settled: Settled
     speed: Speed
     hits: HitModel
     rows: tuple[Row, ...]
     target_slots: int | None
-    on_gpu: bool
     ram_tier_experts: int
     notices: tuple[str, ...]
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return self.settled.memory
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.settled.on_gpu
 
 
 def speed_json(s: Speed) -> dict[str, Any]:
@@ -91,8 +130,11 @@ def resident_bytes(facts: GgufFacts, wishes: Wishes) -> int:
     )
 
 
-def make_plan(facts: GgufFacts, machine: Machine, wishes: Wishes, hits: HitModel, *, target_tps: float | None = None) -> Plan:
-    """Plan.
+def settle(facts: GgufFacts, budget: Budget, wishes: Wishes, *, by_start: bool = False) -> Settled:
+    """Decide about slots, and where everything goes.
+
+    Args:
+        by_start: hints are for ``start``, not for ``plan``.
 
     Raises:
         MoestreamError: the model has no experts, or not even the slots of one token fit; says what would.
@@ -110,26 +152,43 @@ def make_plan(facts: GgufFacts, machine: Machine, wishes: Wishes, hits: HitModel
         )
     notices: list[str] = []
     on_gpu = False
-    if machine.vram_bytes is not None:
+    if budget.vram_bytes is not None:
         wanted = resident_bytes(facts, wishes)
-        on_gpu = wanted <= machine.vram_bytes * (1 - VRAM_MARGIN)
+        on_gpu = wanted <= budget.vram_bytes * (1 - VRAM_MARGIN)
         if not on_gpu:
             notices.append(
                 f"dense weights, KV cache and compute buffers take {report.size(wanted)}, more than the "
-                f"{report.size(machine.vram_bytes)} of GPU memory less {VRAM_MARGIN:.0%}: they are planned in RAM"
+                f"{report.size(budget.vram_bytes)} of GPU memory less {VRAM_MARGIN:.0%}: they are planned in RAM"
             )
         notices.append("expert slots are in RAM and computed with on the CPU, whatever a GPU has")
-    decided = memory.decide(facts, wishes, machine.available_bytes, resident_elsewhere=on_gpu)
+    decided = memory.decide(facts, wishes, budget.available_bytes, resident_elsewhere=on_gpu)
+    misfit = None
     if decided.slots < decided.least_slots:
-        raise _refusal(facts, machine, wishes, decided, on_gpu)
+        raise _refusal(facts, budget, wishes, decided, on_gpu, by_start)
     if not decided.fits:
-        most = memory.decide(facts, replace(wishes, slots=None), machine.available_bytes, resident_elsewhere=on_gpu).slots
+        most = memory.decide(facts, replace(wishes, slots=None), budget.available_bytes, resident_elsewhere=on_gpu).slots
         what = f"{most} slots fit" if most >= decided.least_slots else "no number of slots fits"
-        notices.append(
+        misfit = (
             f"{decided.slots} slots do not fit: they need {report.size(decided.budgeted_bytes)}, and with a margin "
-            f"{report.size(decided.usable_bytes)} of {report.size(machine.available_bytes)} may be used; {what}"
+            f"{report.size(decided.usable_bytes)} of {report.size(budget.available_bytes)} may be used; {what}"
         )
-    if not state.is_known(facts):
+    return Settled(decided, on_gpu, misfit, tuple(notices))
+
+
+def make_plan(facts: GgufFacts, machine: Machine, wishes: Wishes, hits: HitModel, *, target_tps: float | None = None) -> Plan:
+    """Plan.
+
+    Raises:
+        MoestreamError: the model has no experts, or not even the slots of one token fit; says what would.
+    """
+    settled = settle(facts, machine.budget, wishes)
+    decided, on_gpu = settled.memory, settled.on_gpu
+    notices = [*settled.notices, *filter(None, [settled.misfit])]
+    if facts.architecture not in architectures.KNOWN:
+        notices.append(
+            f"the architecture {facts.architecture} is not known to the planner: it is planned as if it had nothing of its own"
+        )
+    elif not state.is_known(facts):
         notices.append(f"{facts.architecture} has caches beside KV that are not reckoned with: its KV bytes are a lower bound")
 
     def row(slots: int) -> Row:
@@ -149,7 +208,7 @@ def make_plan(facts: GgufFacts, machine: Machine, wishes: Wishes, hits: HitModel
         notices += said
     expert = sum(facts.bytes_per_slot(layer) for layer in facts.moe_layers_served) / len(facts.moe_layers_served)
     tier = decided.sizes.ram_bytes
-    return Plan(decided, own_speed, hits, rows, target, on_gpu, int(tier / expert), tuple(notices))
+    return Plan(settled, own_speed, hits, rows, target, int(tier / expert), tuple(notices))
 
 
 def _for_target(target_tps: float, row: Any, decided: MemoryPlan, machine: Machine) -> tuple[int | None, list[str]]:
@@ -175,22 +234,26 @@ def _for_target(target_tps: float, row: Any, decided: MemoryPlan, machine: Machi
     ]
 
 
-def _refusal(facts: GgufFacts, machine: Machine, wishes: Wishes, decided: MemoryPlan, on_gpu: bool) -> MoestreamError:
+def _refusal(
+    facts: GgufFacts, budget: Budget, wishes: Wishes, decided: MemoryPlan, on_gpu: bool, by_start: bool
+) -> MoestreamError:
     need = memory.available_for(decided.least_bytes)
     ways = []
-    context = memory.largest_context(facts, wishes, machine.available_bytes, resident_elsewhere=on_gpu)
+    context = memory.largest_context(facts, wishes, budget.available_bytes, resident_elsewhere=on_gpu)
     if context:
         ways.append(f"--ctx {context}")
     small = replace(wishes, context=replace(wishes.context, type_k="Q8_0", type_v="Q8_0"))
     if wishes.context.type_k == wishes.context.type_v == "F16":
-        smaller = memory.decide(facts, small, machine.available_bytes, resident_elsewhere=on_gpu)
+        smaller = memory.decide(facts, small, budget.available_bytes, resident_elsewhere=on_gpu)
         if smaller.slots >= smaller.least_slots:
-            ways.append("--cache-type-k q8_0 --cache-type-v q8_0")
+            ways.append(f"{'-- ' if by_start else ''}--cache-type-k q8_0 --cache-type-v q8_0")
     if wishes.ram_tier_bytes:
         ways.append("no --ram-tier")
     ways.append(f"{report.size(need)} of memory")
+    if by_start and budget.limited_by != "--ram":
+        ways.append(f"--slots {decided.least_slots} to try all the same")
     return MoestreamError(
         f"{decided.least_slots} slots a layer, what one token uses, need {report.size(decided.least_bytes)}, and with a margin "
-        f"{report.size(decided.usable_bytes)} of the {report.size(machine.available_bytes)} available ({machine.limited_by}) may be used",
+        f"{report.size(decided.usable_bytes)} of the {report.size(budget.available_bytes)} available ({budget.limited_by}) may be used",
         hint="what would do: " + ", or ".join(ways),
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moestream.gguf_facts import GGML_TYPES, GgufFacts
+from moestream.planning import architectures
 
 PAD_CELLS = 256  # llama_context rounds its context up to this, and windows as well
 
@@ -20,7 +21,7 @@ _PATTERNS = {
     "cohere2moe": (4, True), "laguna": (4, True), "mellum": (4, False),
 }  # fmt: skip
 # A window without one of these keys is not a window: the header has the key for other reasons.
-_WINDOWED = {*_PATTERNS, "gemma4", "step35", "mimo2", "dots3note", "granite-swa", "maple"}
+_WINDOWED = {*_PATTERNS, "gemma4", "step35", "mimo2", "dots3note", "granite_swa", "maple"}
 _LLAMA4_CHUNK = 8192
 # Recurrent layers: where the header has no list of them, every n-th layer is attention (default 4) ...
 _BY_INTERVAL = {"qwen3next", "qwen35moe", "qwen4exp", "minimax-01"}
@@ -185,5 +186,5 @@ def expected(facts: GgufFacts, shape: ContextShape) -> int:
 
 
 def is_known(facts: GgufFacts) -> bool:
-    """False: the architecture has caches that are not reckoned with, and ``expected`` is too low."""
-    return facts.architecture not in _UNKNOWN
+    """False: the architecture has caches that are not reckoned with, and ``expected`` is too low; or nobody knows it."""
+    return facts.architecture in architectures.KNOWN and facts.architecture not in _UNKNOWN

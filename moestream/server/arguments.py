@@ -32,10 +32,21 @@ _OWNED: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("--moe-overlap",), "--overlap"),
     (("--moe-ram",), "--ram-tier"),
     (("--moe-prefetch",), "--prefetch"),
+    (("--moe-pool",), "--pool"),
+    (("--moe-gpu-path",), "--gpu-path"),
+    (("--moe-require-gpu",), "--require-gpu"),
     (("--moe-map",), "--map"),
     (("--moe-map-pin",), "--router-top-k"),
     (("--moe-warm",), "--warm"),
 )
+
+# Flags of the engine that take no value.
+WITHOUT_VALUE = ("--moe-require-gpu",)
+
+# The engine's flags that are start's own, by their names there.
+ENGINE_FLAGS = {
+    spelling: ours for spellings, ours in _OWNED for spelling in spellings if ours and spelling.startswith("--moe-")
+}
 
 # Fill empty slots in the background, delay nothing for it. The engine's own default is not to: tools that end soon gain nothing.
 DEFAULT_WARM = "0"
@@ -52,6 +63,8 @@ class ServerSettings:
         model: the file given to ``-m``; of a split model the first shard.
         slots: expert slots in each MoE layer: a number, ``auto``, ``all``, ``map`` for what the router map says of each layer, or
             ``off`` for no streaming at all.
+        ram: memory to plan with, a size; None: what is free.
+        vram: memory of GPUs to plan with for all but experts, a size; None: what the engine uses.
         ctx: context length in tokens, 0 for what the model was trained with.
         parallel: requests served at a time.
         io_threads: reads of experts at a time.
@@ -60,6 +73,9 @@ class ServerSettings:
         overlap: ``on`` or ``off``: whether a layer computes with what is there while experts are read.
         ram_tier: memory below the slots, for experts that lost theirs: a size, ``auto`` for what is left, or ``none``.
         prefetch: ``auto``, ``on`` or ``off``: whether experts are read ahead that the next layer will probably choose.
+        pool: ``auto``, ``device`` or ``host``: in whose memory slots lie.
+        gpu_path: ``auto``, ``copy``, ``mailbox`` or ``range``: how experts reach a GPU.
+        require_gpu: whether the engine refuses to start where no GPU would compute with experts.
         map: the model's router map.
         kept_map: whether to start with the router map that is kept of the model; None: unless another one is given. False: nothing is
             recorded for it either.
@@ -67,11 +83,14 @@ class ServerSettings:
         router_top_k: experts of each layer, the most used of the map, that never leave their slot.
         warm: seconds that start-up may wait for slots to be filled beforehand (0: they are filled in the background), or ``off``; None:
             ``DEFAULT_WARM`` where experts are streamed.
-        extra: further arguments for llama-server, passed on as they are.
+        planned: further arguments for llama-server that a plan has chosen.
+        extra: further arguments for llama-server, passed on as they are; they follow ``planned``, and the last of two counts.
     """
 
     model: Path
     slots: str = "auto"
+    ram: str | None = None
+    vram: str | None = None
     ctx: int | None = None
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
@@ -82,16 +101,36 @@ class ServerSettings:
     overlap: str | None = None
     ram_tier: str | None = None
     prefetch: str | None = None
+    pool: str | None = None
+    gpu_path: str | None = None
+    require_gpu: bool | None = None
     map: Path | None = None
     kept_map: bool | None = None
     learn: str | None = None
     router_top_k: int | None = None
     warm: str | None = None
+    planned: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
 
     @property
     def streaming(self) -> bool:
         return self.slots != "off"
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether it was said how much memory there is to plan with."""
+        return self.ram is not None or self.vram is not None
+
+    def without_streaming(self) -> ServerSettings:
+        """The same, with nothing that means something to streaming alone."""
+        return replace(self, slots="off", learn=None, kept_map=False, planned=(), **dict.fromkeys(STREAMING_OPTIONS))
+
+
+# Options that mean something to streaming alone, beside ``slots``, ``learn`` and ``kept_map``.
+STREAMING_OPTIONS = (
+    "ram", "vram", "io_threads", "io", "policy", "overlap", "ram_tier", "prefetch", "pool", "gpu_path", "require_gpu", "map",
+    "router_top_k", "warm",
+)  # fmt: skip
 
 
 def parse_slots(value: str, words: Sequence[str] = ("auto", "all", "map", "off")) -> str:
@@ -153,6 +192,16 @@ def check_ram_tier(value: str) -> str:
     return value
 
 
+def check_budget(flag: str, value: str) -> str:
+    """Refuse what is no size.
+
+    Raises:
+        MoestreamError: names the flag and the value.
+    """
+    parse_size(flag, value)
+    return value
+
+
 def check_top_k(value: int) -> int:
     """Refuse what is no number of experts.
 
@@ -198,7 +247,7 @@ def check_extra(extra: Sequence[str]) -> None:
 
 
 def _streaming_flags(settings: ServerSettings) -> list[tuple[str, str, int | str]]:
-    """The flags that are given and mean something to streaming alone: ours, the engine's, the value."""
+    """The engine's flags that are given: ours, the engine's, the value; an empty value: the flag has none."""
     flags = (
         ("--io-threads", "--moe-io-threads", settings.io_threads),
         ("--io", "--moe-io", settings.io),
@@ -206,6 +255,9 @@ def _streaming_flags(settings: ServerSettings) -> list[tuple[str, str, int | str
         ("--overlap", "--moe-overlap", settings.overlap),
         ("--ram-tier", "--moe-ram", settings.ram_tier),
         ("--prefetch", "--moe-prefetch", settings.prefetch),
+        ("--pool", "--moe-pool", settings.pool),
+        ("--gpu-path", "--moe-gpu-path", settings.gpu_path),
+        ("--require-gpu", "--moe-require-gpu", "" if settings.require_gpu else None),
         ("--map", "--moe-map", settings.map and str(settings.map)),
         ("--router-top-k", "--moe-map-pin", settings.router_top_k),
         ("--warm", "--moe-warm", settings.warm),
@@ -226,6 +278,9 @@ def check_streaming_flags(settings: ServerSettings) -> None:
         check_warm(settings.warm)
     if settings.ram_tier is not None:
         check_ram_tier(settings.ram_tier)
+    for flag, size in (("--ram", settings.ram), ("--vram", settings.vram)):
+        if size is not None:
+            check_budget(flag, size)
     if top_k is not None:
         check_top_k(top_k)
     if settings.map is not None and settings.kept_map is not None:
@@ -234,15 +289,25 @@ def check_streaming_flags(settings: ServerSettings) -> None:
     if settings.map is None and (top_k or settings.slots == "map"):
         what = f"--router-top-k {top_k}" if top_k else "--slots map"
         raise MoestreamError(f"{what} needs a router map", hint="add --map FILE; moestream map make writes one")
-    given = [(flag, value) for flag, _, value in _streaming_flags(settings)]
+    budgets = [(flag, size) for flag, size in (("--ram", settings.ram), ("--vram", settings.vram)) if size is not None]
+    if budgets and settings.slots == "map":
+        raise MoestreamError(
+            f"{_said(budgets)} cannot be combined with --slots map: the map says how many slots there are",
+            hint=f"leave out {budgets[0][0]}, or --slots auto",
+        )
+    given = budgets + [(flag, value) for flag, _, value in _streaming_flags(settings)]
     if settings.learn == "on":
         given.append(("--learn", "on"))
     if given and not settings.streaming:
-        flags = ", ".join(f"{flag} {value}" for flag, value in given)
+        flags = _said(given)
         raise MoestreamError(
             f"{flags} cannot be combined with --slots off: without streaming no experts are read",
             hint=f"leave out {', '.join(flag for flag, _ in given)}, or stream: --slots auto",
         )
+
+
+def _said(given: Sequence[tuple[str, int | str]]) -> str:
+    return ", ".join(f"{flag} {value}".rstrip() for flag, value in given)
 
 
 def build_argv(server: Path, settings: ServerSettings) -> list[str]:
@@ -261,7 +326,8 @@ def build_argv(server: Path, settings: ServerSettings) -> list[str]:
     if settings.streaming:
         argv += ["--moe-slots", settings.slots]
         for _, engines, value in _streaming_flags(replace(settings, warm=settings.warm or DEFAULT_WARM)):
-            argv += [engines, str(value)]
+            argv += [engines] if value == "" else [engines, str(value)]
+        argv += settings.planned
     argv += ["--metrics", "--host", settings.host, "--port", str(settings.port)]
     if settings.ctx is not None:
         argv += ["-c", str(settings.ctx)]

@@ -49,12 +49,14 @@ class Learning:
         kept_path: where the model's map is kept, or will be.
         tokens: what the map stands for that slots are filled by; 0 when there is none.
         map_text: that map, as JSON; None when there is none.
+        problem: why a map that is kept is not used; empty where it is, or none is kept.
     """
 
     learn: bool
     kept_path: str
     tokens: int = 0
     map_text: str | None = None
+    problem: str = ""
 
 
 def wishes(settings: ServerSettings, environment: Mapping[str, str]) -> Wishes:
@@ -107,18 +109,24 @@ def plan_for(
     except MoestreamError as error:  # a truncated model: the engine says so better
         return None, [f"warning: no router map is used or kept: {error.message}"]
     said = take_in_leftovers(store)
-    router_map = None
+    if wanted.learn:
+        try:
+            kept.check_writable()
+        except MoestreamError as error:
+            said.append(f"warning: what is recorded cannot be added to the kept router map now: {error.message} ({error.hint})")
+    router_map, problem = None, ""
     if wanted.use:
         try:
             router_map = kept.read_for(facts, own)
         except MoestreamError as error:
+            problem = error.message
             said.append(f"warning: the kept router map is not used: {error.message} ({error.hint})")
     if router_map is not None:
         said.append(
             f"notice: slots are filled by what was chosen most in {_count(router_map.tokens)}, as kept in {path} (--no-map: without)"
         )
         return Learning(wanted.learn, str(path), router_map.tokens, _text(router_map)), said
-    return Learning(wanted.learn, str(path)), said
+    return Learning(wanted.learn, str(path), problem=problem), said
 
 
 def _text(router_map: RouterMap) -> str:
@@ -148,6 +156,7 @@ def begin(learning: Learning, store: RecordStore, port: int) -> tuple[list[str],
     if learning.learn:
         path = store.trace_path(port)
         try:
+            store.skip_path(port).unlink(missing_ok=True)
             _try_to_write(path)
             argv += ["--moe-trace", str(path), "--moe-trace-limit", str(TRACE_LIMIT_MIB)]
         except OSError as error:
@@ -228,9 +237,29 @@ def take_in_leftovers(store: RecordStore) -> list[str]:
     return said
 
 
+def _records(record: ServerRecord, store: RecordStore) -> bool:
+    return str(store.trace_path(record.port)) in record.argv
+
+
+def can_leave_out(record: ServerRecord, store: RecordStore, environment: Mapping[str, str]) -> bool:
+    """Whether tokens can be kept out of the kept map: a server that may sleep counts from 0 when it wakes, and its trace goes on."""
+    sleeps = any(flag_of(a) == "--sleep-idle-seconds" for a in record.argv) or environment.get("LLAMA_ARG_SLEEP_IDLE_SECONDS")
+    return not (_records(record, store) and sleeps)
+
+
+def leave_out(record: ServerRecord, store: RecordStore, first: int, end: int) -> None:
+    """Keep tokens of a server that runs out of the kept map: those that it computes as its ``first``, up to ``end``, counted from 0.
+
+    A server that records nothing for it has nothing to leave out. What cannot be written down is kept with the rest.
+    """
+    if first < end and _records(record, store):
+        with contextlib.suppress(OSError), store.skip_path(record.port).open("a", encoding="utf-8") as file:
+            file.write(f"{first} {end}\n")
+
+
 def recording(store: RecordStore) -> list[ServerRecord]:
     """Servers that run and will add to a kept map when they end."""
-    return [r for r in store.all() if isinstance(r, ServerRecord) and r.alive and str(store.trace_path(r.port)) in r.argv]
+    return [r for r in store.all() if isinstance(r, ServerRecord) and r.alive and _records(r, store)]
 
 
 def kept_path_of(record: ServerRecord) -> str | None:
@@ -254,4 +283,5 @@ def as_json(learning: Learning | None, argv: Sequence[str]) -> dict[str, Any] | 
         "used": used,
         "tokens": learning.tokens if used else 0,
         "learning": learning.learn and "--moe-trace" in argv,
+        "problem": learning.problem or None,
     }

@@ -27,7 +27,7 @@ from moestream import paths
 from moestream.errors import MoestreamError
 
 SCHEMA = "moestream/server-record/1"
-RECORDED = ".recorded"
+RECORDED, SKIP = ".recorded", ".skip"
 _BY_HAND = "look at it and remove it by hand"
 
 
@@ -149,6 +149,7 @@ class ServerRecord:
         log_path: what the server printed.
         started_s, ready_s, ended_s: seconds since the epoch; None for not yet.
         ended: how it ended, empty while it runs. Kept for servers in the background, so that ``status`` can tell.
+        kept_map: where the router map of its model is kept; None: neither used nor added to.
         outcome: a value of ``process.Outcome`` when it ended because it was asked to. Kept for ``stop``.
     """
 
@@ -170,6 +171,7 @@ class ServerRecord:
     ended_s: float | None = None
     ended: str = ""
     outcome: str = ""
+    kept_map: str | None = None
     api_key: str | None = field(default=None, repr=False)
 
     @property
@@ -215,6 +217,7 @@ _TYPES: dict[str, Any] = {
     "started_s": int | float,
     "ready_s": int | float | None,
     "ended_s": int | float | None,
+    "kept_map": str | None,
     "api_key": str | None,
 }
 
@@ -259,6 +262,10 @@ class RecordStore:
         """What a server records while it runs."""
         return self.folder / f"{port}.trace"
 
+    def skip_path(self, port: int) -> Path:
+        """Which tokens of what a server records are not to be kept."""
+        return self.folder / f"{port}{SKIP}"
+
     def recorded(self) -> list[Path]:
         """Traces that are complete and were not added to a kept map yet, the oldest first."""
         return sorted((p for p in self.folder.glob(f"*{RECORDED}") if p.is_file()), key=lambda path: path.name)
@@ -288,9 +295,12 @@ class RecordStore:
                     return None
                 _unlink(self.map_path(port))
             aside = self.folder / f"{time.time_ns()}-{port}{RECORDED}"
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.skip_path(port), aside.with_suffix(SKIP))
             try:
                 os.replace(path, aside)
             except FileNotFoundError:
+                aside.with_suffix(SKIP).unlink(missing_ok=True)
                 return None
             return aside
 

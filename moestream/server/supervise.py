@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ import psutil
 
 from moestream.errors import MoestreamError
 from moestream.server import address, learning
-from moestream.server.arguments import DEFAULT_READY_TIMEOUT_S
+from moestream.server.arguments import DEFAULT_READY_TIMEOUT_S, ENGINE_FLAGS
 from moestream.server.client import ServerClient, Stats
 from moestream.server.learning import Learning
 from moestream.server.process import STOP_AGAIN_S, Cause, Exit, Outcome, ServerProcess, Snapshot, State
@@ -61,6 +61,7 @@ class ServerPlan:
     guard: str | None = None
     map_path: str | None = None
     learning: Learning | None = None
+    planned: dict[str, Any] | None = None
     config_sources: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -110,6 +111,7 @@ class Supervisor:
             supervisor=ProcessMark.of(os.getpid()), server=None, detached=plan.detached,
             engine_id=plan.engine_id, backend=plan.backend, model=plan.model, slots=plan.slots, argv=plan.argv,
             log_path=plan.log_path, started_s=time.time(), api_key=plan.api_key,
+            kept_map=plan.learning and plan.learning.kept_path,
         )  # fmt: skip
         self.store.claim(record)
         self.store.limit_logs(KEPT_LOGS)
@@ -232,12 +234,14 @@ _REFUSAL = re.compile(
 )
 
 
-def in_our_words(hint: str) -> str:
-    """A hint of the engine with the flags of ``moestream start``: its own ones are refused after ``--``."""
-    hint = hint.replace("leave out --moe-slots", "serve without streaming: --slots off").replace("(-c)", "(--ctx)")
-    hint = re.sub(r"--moe-map-pin(?![-\w])", "--router-top-k", hint)
-    hint = re.sub(r"--moe-ram(?![-\w])", "--ram-tier", hint)
-    return re.sub(r"--moe-(slots|io-threads|io|policy|overlap|prefetch|map|warm)(?![-\w])", r"--\1", hint)
+def in_our_words(text: str, flags: Collection[str] = tuple(ENGINE_FLAGS)) -> str:
+    """What the engine says, with the flags of ``moestream start``: its own ones are refused after ``--``.
+
+    Args:
+        flags: of the engine's, those that a command has under another name.
+    """
+    text = text.replace("leave out --moe-slots", "serve without streaming: --slots off").replace("(-c)", "(--ctx)")
+    return re.sub(r"--moe-[a-z-]+", lambda found: ENGINE_FLAGS[found[0]] if found[0] in flags else found[0], text)
 
 
 # What llama-server prints when it gives up, and what to make of it.
@@ -253,9 +257,14 @@ _KNOWN_ENDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
         "if the file came over a network, it may be damaged: download it again",
     ),
     (
-        re.compile(r"error: invalid argument: (--moe-\S+)"),
+        re.compile(r"error: invalid argument: (--moe-slots)"),
         "this llama-server does not know {0}: it was built without moestream's patches",
         "build the engine again: moestream build",
+    ),
+    (
+        re.compile(r"error: invalid argument: (--moe-\S+)"),
+        "the engine in use cannot honour {ours}: its llama-server does not know {0}",
+        "build the engine again: moestream build; or leave out {ours}",
     ),
     (
         re.compile(r"error: invalid argument: (\S+)"),
@@ -276,7 +285,7 @@ def end_error(plan: ServerPlan, end: Exit, *, was_ready: bool, after_s: float) -
     if end.cause is Cause.DIED and not was_ready:
         refusal = next((m for m in map(_REFUSAL.search, reversed(lines)) if m), None)
         if refusal:
-            return MoestreamError(refusal[1].strip(), hint=in_our_words(refusal[2].strip()))
+            return MoestreamError(in_our_words(refusal[1].strip()), hint=in_our_words(refusal[2].strip()))
     lines = lines[-LOG_END_LINES:]
     when = f"after {after_s:.1f} s"
     hint = f"the whole log: {plan.log_path}"
@@ -296,8 +305,9 @@ def end_error(plan: ServerPlan, end: Exit, *, was_ready: bool, after_s: float) -
         for pattern, message, known_hint in () if was_ready else _KNOWN_ENDS:
             match = next((m for m in map(pattern.search, reversed(lines)) if m), None)
             if match:
-                what = f"{message.format(*match.groups())} ({end})"
-                hint = f"{known_hint}; {hint}"
+                ours = ENGINE_FLAGS.get(match[1], match[1])
+                what = f"{message.format(*match.groups(), ours=ours)} ({end})"
+                hint = f"{known_hint.format(ours=ours)}; {hint}"
                 break
     if lines:
         what += "\nthe end of its log:\n" + "\n".join(f"  {line}" for line in lines)

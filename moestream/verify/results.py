@@ -22,6 +22,7 @@ from moestream.verify.compare import Logits
 
 STATS_SCHEMA = "moestream/stats/1"
 _SHOWN_LINES = 8
+_FLAGS = ("--moe-slots",)  # what is given to verify, and not after --
 # of MOESTREAM_CHECK, see stream::note_changed in engine/stream.cpp
 _CHANGED = re.compile(r"layer (\d+): (?:slot|slab) \d+ changed while it held expert (\d+)")
 
@@ -135,8 +136,9 @@ def failure(what: str, code: int, log: str) -> MoestreamError:
     lines = [line for line in log.splitlines() if line.strip()]
     for line in lines:
         if "error loading model: " in line:
-            message, _, hint = line.rsplit("error loading model: ", 1)[1].partition("; hint: ")
-            return MoestreamError(f"{what}: {message}", hint=in_our_words(hint) or "does moestream start serve this model?")
+            said = in_our_words(line.rsplit("error loading model: ", 1)[1], _FLAGS)
+            message, _, hint = said.partition("; hint: ")
+            return MoestreamError(f"{what}: {message}", hint=hint or "does moestream start serve this model?")
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         if code == -signal.SIGKILL:

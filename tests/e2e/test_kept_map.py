@@ -80,7 +80,7 @@ def test_what_is_computed_fills_the_next_server_s_slots(home: Home, demo: Path) 
 
     report, told = home.start(demo, "--slots", "12", "--warm", "60")
     assert str(path) in told
-    assert report["kept_map"] == {"path": str(path), "used": True, "tokens": kept.tokens, "learning": True}
+    assert report["kept_map"] == {"path": str(path), "used": True, "tokens": kept.tokens, "learning": True, "problem": None}
     stats = report["stats"]
     assert stats["map"] == {"name": f"{home.port}.map", "pin": 0}
     assert [layer["warm_filled"] for layer in stats["layers"]] == [12] * 8
@@ -131,4 +131,4 @@ def test_a_map_that_pins(home: Home, demo: Path) -> None:
         "start", "--model", demo, "--port", str(home.port), "--map", path, "--slots", "auto", "--router-top-k", "60"
     )
     assert done.returncode == 1
-    assert "--moe-map-pin 60 is too many: layer 0 has" in done.stderr and "hint: --router-top-k " in done.stderr
+    assert "--router-top-k 60 is too many: layer 0 has" in done.stderr and "hint: --router-top-k " in done.stderr

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fixture_models import run, tool
 from llama_server import LlamaServer, environment
@@ -94,6 +95,7 @@ class Home:
     """A home of its own with the engines that are built."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         (folder / "data").mkdir()
         (folder / "data" / "engines").symlink_to(engines.in_use("cpu").path.parent)
         self.port = free_port()
@@ -143,6 +145,84 @@ def test_check_of_slots_that_the_engine_chose(home: Home, demo: Path) -> None:
     found = by_name(json.loads(home.run("plan", "--check", "--json").stdout))
     assert found["slots"]["predicted"] == found["slots"]["reported"] == 64
     assert found["kv_bytes"]["held"] and found["total_bytes"]["held"]
+
+
+def checking(name: str, predicted: dict[str, int], reported: dict[str, int]) -> check.Deviation:
+    return next(d for d in check.memory(predicted, reported) if d.name == name)
+
+
+def started(home: Home, model: Path, *more: str) -> dict[str, Any]:
+    common = ("--ctx", "1024", "--parallel", "1", "--port", str(home.port), "--detach", "--no-map", "--json")
+    done = home.run("start", "--model", model, *common, *more, "--", "--no-ui")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--ram", "60MiB"),
+        ("--ram", "64MiB", "--ram-tier", "4MiB"),
+        ("--ram", "70MiB", "--slots", "8", "--ram-tier", "auto"),
+        ("--ram", "1GiB"),
+    ],
+    ids=" ".join,
+)
+def test_a_planned_start_takes_what_was_planned(home: Home, demo: Path, more: tuple[str, ...]) -> None:
+    """Slots, staging, tier and every part of memory, as the engine reports them; and all of it within the budget."""
+    planned = json.loads(home.run("plan", demo, "--ctx", "1024", "--parallel", "1", *more, "--json").stdout)
+    report = started(home, demo, *more)
+    stats, plan = report["stats"], report["plan"]
+    assert (stats["slots"], stats["staging"]) == (plan["slots"], plan["staging"]) == (planned["slots"], planned["staging"])
+    assert plan["expected"] == planned["memory"]["expected"]
+    for exact in ("pool_bytes", "staging_bytes", "ram_bytes", "guess_bytes"):
+        assert stats["memory"][exact] == plan["expected"][exact], exact
+    assert plan["budgeted_bytes"] <= plan["usable_bytes"] < plan["available_bytes"]
+    assert stats["memory"]["total_bytes"] <= plan["available_bytes"]
+    for name in ("kv_bytes", "dense_bytes", "total_bytes"):
+        assert checking(name, plan["expected"], stats["memory"]).held, name
+    if "--ram-tier" in more and "--slots" not in more:
+        found = by_name(json.loads(home.run("plan", "--check", "--json").stdout))
+        assert all(d["held"] in (True, None) for name, d in found.items() if name != "tokens_per_s")
+
+
+def test_a_planned_start_without_overlap_needs_no_ring(home: Home, demo: Path) -> None:
+    """The engine refuses the two together."""
+    report = started(home, demo, "--ram", "72MiB", "--overlap", "off")
+    assert report["stats"]["staging"] == report["plan"]["staging"] == "full width" and report["stats"]["slots"] < 64
+    assert report["stats"]["slots"] == report["plan"]["slots"]
+
+
+def test_the_check_s_own_request_is_nobody_s_use(home: Home, demo: Path) -> None:
+    """It goes through the server that learns, and not into the map that is kept of the model."""
+    port = ("--port", str(home.port))
+    assert (
+        home.run("start", "--model", demo, "--slots", "12", "--ctx", "1024", *port, "--detach", "--", "--no-ui").returncode == 0
+    )
+    url = f"http://127.0.0.1:{home.port}/completion"
+    body = {"prompt": "The command grep", "n_predict": 5, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+    assert httpx.post(url, json=body, timeout=60, trust_env=False).status_code == 200
+    counted = httpx.get(f"http://127.0.0.1:{home.port}/moe/stats", timeout=60, trust_env=False).json()["totals"]
+    mine = counted["tokens_decode"] + counted["tokens_prefill"]
+    checked = json.loads(home.run("plan", "--check", "--json").stdout)
+    assert checked["tokens_per_s_from"] == "a completion of 48 tokens"
+    assert httpx.post(url, json=body, timeout=60, trust_env=False).status_code == 200
+    assert home.run("stop", *port).returncode == 0
+    (kept,) = (home.folder / "data" / "maps").glob("*.json")
+    assert json.loads(kept.read_text())["tokens"] == 2 * mine
+    assert list((home.folder / "state" / "servers").glob("*.skip")) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [(("--pool", "device"), "--pool"), (("--gpu-path", "mailbox"), "--gpu-path"), (("--require-gpu",), "--require-gpu")],
+)
+def test_flags_that_this_engine_cannot_honour(home: Home, demo: Path, given: tuple[str, ...], flag: str) -> None:
+    """There is no GPU in an engine for the processor, whether it knows the flag or not."""
+    done = home.run("start", "--model", demo, "--slots", "8", *given, "--port", str(home.port))
+    assert (done.returncode, done.stdout) == (1, "") and "internal error" not in done.stderr
+    first, hint = done.stderr.splitlines()[0], done.stderr.partition("\nhint: ")[2]
+    assert first.startswith("error: ") and flag in first.split() + first.replace(":", " ").split() and hint
 
 
 def test_no_server_and_servers_that_do_not_stream(home: Home, demo: Path) -> None:

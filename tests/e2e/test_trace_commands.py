@@ -199,3 +199,19 @@ def test_refusals(recorded: list[tuple[Path, dict[str, Any]]], demo: Path, tmp_p
     assert "is not a map" in refusal("map", "make", path, "--out", path)[0]
     assert "is not a map" in refusal("map", "show", path)[0]
     assert not (tmp_path / "m").exists()
+
+
+def test_models_by_their_names(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moestream.yaml calls a model is enough for every command that takes one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    (tmp_path / "moestream.yaml").write_text(f"models:\n  coder: {{model: {demo}}}\n")
+    text = ("--text", TEXTS[0], "--tokens", "4", "--slots", "13")
+    assert answer("trace", "record", "coder", "--out", "t.trace", *text)["model"]["name"] == demo.name
+    assert "--model coder --slots" in answer("trace", "replay", "t.trace", "--model", "coder", "--slots", "13")["start"]
+    assert answer("map", "make", "t.trace", "--out", "t.map", "--model", "coder", "--budget", "12MiB")["slots_bytes"] > 0
+    done = json.loads(moestream("verify", "coder", "--tokens", "16", "--slots", "6", "--json", "--", "--threads", "1").stdout)
+    assert done["model"] == str(demo) and done["verdict"] == "equal"
+    for command in (("trace", "record", "dmeo", "--out", "u"), ("verify", "dmeo")):
+        message, hint = refusal(*command, *(text if command[0] == "trace" else ()))
+        assert message == "--model dmeo: neither a file nor a name that is known" and "coder" in hint

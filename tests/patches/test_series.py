@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from moestream import paths
+from moestream.planning import architectures
 from moestream.upstream.fetch import fetch_pinned, resolve_source
 from moestream.upstream.patch_lint import lint_series
 from moestream.upstream.patches import parse_patch, read_series, require_only_below
@@ -35,6 +38,10 @@ def test_both_series_apply_to_the_pinned_source(tmp_path):
     source = resolve_source(None, pin, paths.downloads_dir())
     product, test = read_series(PRODUCT / "series"), read_series(TEST / "series")
     prepare_tree(source, [*product, *test], tmp_path / "llama.cpp", tmp_path / "scratch")
+    names = re.search(
+        r"LLM_ARCH_NAMES = \{(.*?)\n\};", (tmp_path / "llama.cpp/src/llama-arch.cpp").read_text("utf-8"), re.DOTALL
+    )
+    assert names and set(re.findall(r'"([^"]+)"', names[1])) - {"(unknown)"} == architectures.KNOWN
     # Applied means that the lines are there: git skips files silently when it misjudges where it is.
     for patch in [*product, *test]:
         for file in parse_patch(patch.read_text(encoding="utf-8")).files:

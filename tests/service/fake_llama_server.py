@@ -15,9 +15,11 @@ FAKE_LLAMA, separated by commas:
     busy              goes on after the first SIGTERM, exits with code 1 on the second, as llama-server with a long answer
     prints-much=M     prints M MiB before it is ready
     unknown-arch      gives up as llama-server does on an architecture it does not know
+    knows-not=FLAG    gives up as llama-server does on an argument that it does not know, where it is given
     refuses           gives up as moestream's llama-server does on settings it refuses
     no-stats          404 on /moe/stats, as stock llama-server
     streaming-off
+    takes=M           says that it takes M MiB of memory
     sleeps               has freed its model, as llama-server after --sleep-idle-seconds
     records=PATH      writes this file's content where --moe-trace says, as a llama-server that has computed something
     needs-key=K       401 on everything but /health without this API key
@@ -66,13 +68,14 @@ def stats():
     n_slots = 12 if slots == "auto" else 64 if slots == "all" else int(slots)
     layer = {"slots": n_slots, "hits": 30, "misses": 10, "evictions": 2, "bytes_needed": 40 << 20,
              "bytes_read": 10 << 20, "stall_us": 1500}  # fmt: skip
+    total = int(FAULTS.get("takes", 16)) << 20
     return {
         "schema": "moestream/stats/1", "streaming": True, "n_layer_moe": 8, "n_expert": 64, "n_expert_used": 6,
         "slots": n_slots, "policy": value_of("--moe-policy", "lru"),
         "io": {"mode": "buffered", "requested": value_of("--moe-io", "auto"), "reason": "", "threads": 4, "backend": "threads", "in_flight": 4},
         "overlap": True, "placement": "cpu", "kernels": {"experts": "repacked", "dense": "plain", "same_bits_as": "stock llama.cpp"},
         "memory": {"pool_bytes": 4 << 20, "staging_bytes": 1 << 20, "bounce_bytes": 0, "dense_bytes": 8 << 20,
-                   "kv_bytes": 2 << 20, "compute_bytes": 1 << 20, "total_bytes": 16 << 20},
+                   "kv_bytes": 2 << 20, "compute_bytes": 1 << 20, "total_bytes": total},
         "totals": {"hits": 240, "misses": 80, "evictions": 16, "bytes_needed": 320 << 20, "bytes_read": 80 << 20,
                    "stall_us": 12000, "tokens_decode": 50, "read_errors": 0},
         "layers": [{"layer": i, **layer} for i in range(8)],
@@ -213,6 +216,9 @@ def main():
         sys.exit(int(FAULTS["dies-at-once"]))
     if "unknown-arch" in FAULTS:
         log("llama_model_load: error loading model: unknown model architecture: 'marvin42'")
+        sys.exit(1)
+    if FAULTS.get("knows-not") in sys.argv:
+        log(f"error: invalid argument: {FAULTS['knows-not']}")
         sys.exit(1)
     if "refuses" in FAULTS:
         log(REFUSAL)

@@ -97,7 +97,7 @@ def test_stock_that_is_killed_is_told_and_is_no_speed(home: Home) -> None:
 
 
 @pytest.mark.parametrize(("fake", "message"), [
-    ("refuses", "--moe-slots auto: 6 slots take 9.5 MiB"),
+    ("refuses", "--slots auto: 6 slots take 9.5 MiB"),
     ("unknown-arch", "llama.cpp does not know the model's architecture 'marvin42'"),
     ("dies-in-answer=4", "llama-server ended while serving"),
     ("hangs-in-answer=4", "there was no whole answer within 1 s"),

@@ -63,14 +63,14 @@ def detached(home: Home, *more: str, fake: str = "", port: int | None = None) ->
 def test_the_second_start_uses_what_the_first_recorded(home: Home, own: str, records: str) -> None:
     first, told = detached(home, fake=records)
     path = kept_of(home, own)
-    assert first["kept_map"] == {"path": str(path), "used": False, "tokens": 0, "learning": True}
+    assert first["kept_map"] == {"path": str(path), "used": False, "tokens": 0, "learning": True, "problem": None}
     assert "--moe-map" not in first["argv"] and told == ""
     assert json.loads((home.folder / "state" / "servers" / f"{home.port}.json").read_text())["argv"] == first["argv"]
     assert home.run("stop").stdout == f"port {home.port}: stopped\n"
     assert tokens(home, own) == N_TOKENS and leftovers(home) == []
 
     second, told = detached(home, fake=records)
-    assert second["kept_map"] == {"path": str(path), "used": True, "tokens": N_TOKENS, "learning": True}
+    assert second["kept_map"] == {"path": str(path), "used": True, "tokens": N_TOKENS, "learning": True, "problem": None}
     assert told == f"notice: slots are filled by what was chosen most in 3 tokens, as kept in {path} (--no-map: without)\n"
     passed = Path(second["argv"][second["argv"].index("--moe-map") + 1])
     assert json.loads(passed.read_text()) == json.loads(path.read_text())
@@ -159,8 +159,22 @@ def test_a_damaged_map(home: Home, own: str, records: str) -> None:
     assert told.startswith(f"warning: the kept router map is not used: {path} is not a map: it is no JSON")
     assert "(moestream map forget removes it)" in told
     assert "--moe-map" not in report["argv"]
+    assert report["kept_map"]["problem"].startswith(f"{path} is not a map") and report["kept_map"]["used"] is False
     assert home.run("stop").returncode == 0
     assert tokens(home, own) == N_TOKENS and path.with_name(f"{path.name}.damaged").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "then"),
+    [((), "a new one is begun when the server ends"), (("--learn", "off"), "moestream map forget removes it")],
+)
+def test_a_damaged_map_is_not_called_none(home: Home, own: str, more: tuple[str, ...], then: str) -> None:
+    path = kept_of(home, own)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    done = home.run(*home.start_arguments("--detach", *more))
+    assert f"map         the kept one is damaged and not used, {then}: {path}\n" in done.stdout
+    assert "none yet" not in done.stdout
 
 
 def test_a_damaged_trace(home: Home, own: str, tmp_path: Path) -> None:
@@ -176,11 +190,14 @@ def test_a_damaged_trace(home: Home, own: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written(home: Home, own: str, records: str) -> None:
-    """Serving and stopping go on, and the next start tries again."""
+    """It is told at the start; serving and stopping go on, and the next start tries again."""
     maps = home.folder / "data" / "maps"
     maps.write_text("in the way")
     process = home.popen(*home.start_arguments(), fake=records)
     assert process.stdout is not None and process.stdout.readline().startswith("ready")
+    assert process.stderr is not None
+    told = process.stderr.readline()
+    assert told.startswith(f"warning: what is recorded cannot be added to the kept router map now: cannot write to {maps}: ")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0
@@ -218,6 +235,65 @@ def test_forget(home: Home, own: str, records: str) -> None:
     for wrong in (("map", "forget"), (*forget, "--all")):
         done = home.run(*wrong)
         assert done.returncode == 1 and "hint: moestream map forget --model FILE, or --all" in done.stderr
+
+
+def test_forget_a_folder_of_that_name(home: Home, own: str, records: str) -> None:
+    """It is none of ours: it stays, and keeps nothing else from being removed."""
+    detached(home, fake=records)
+    home.run("stop")
+    damaged = kept_of(home, own).with_name(f"{own}.json.damaged")
+    damaged.mkdir()
+    (damaged / "mine").touch()
+    done = home.run("map", "forget", "--all")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: cannot remove {damaged}: it is a folder, and no router map\nhint: look at it and remove it by hand\n"
+    )
+    assert not kept_of(home, own).exists() and (damaged / "mine").exists()
+    kept_of(home, own).mkdir()
+    done = home.run("map", "forget", "--model", str(DEMO))
+    assert done.returncode == 1 and f"cannot remove {kept_of(home, own)}: it is a folder" in done.stderr
+    report, told = detached(home, fake=records)
+    assert "the kept router map is not used" in told and report["kept_map"]["problem"]
+
+
+def test_forget_a_model_of_a_folder_or_a_name(home: Home, own: str, records: str, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "m.gguf").symlink_to(DEMO)
+    config = home.folder / "config"
+    config.mkdir()
+    (config / "moestream.yaml").write_text(f"models:\n  coder: {{model: {DEMO}}}\n")
+    for name in (str(folder), "coder"):
+        detached(home, fake=records)
+        home.run("stop")
+        assert home.run("map", "forget", "--model", name).stdout == f"removed {kept_of(home, own)}\n"
+
+
+def test_status_says_which_map_is_in_use(home: Home, own: str, records: str, tmp_path: Path) -> None:
+    def shown() -> tuple[Any, str]:
+        data = json.loads(home.run("status", "--json").stdout)["servers"][0]["map"]
+        text = home.run("status").stdout
+        home.run("stop")
+        return data, text
+
+    path = str(kept_of(home, own))
+    detached(home, fake=records)
+    data, text = shown()
+    assert data == {"path": None, "kept": False, "learning": True}
+    assert f"  map       none yet, learning for the next start: {path}\n" in text
+    detached(home, fake=records)
+    data, text = shown()
+    assert data == {"path": path, "kept": True, "learning": True}
+    assert f"  map       {path}, as kept when it was started; learning\n" in text
+    shutil.copyfile(path, tmp_path / "mine.json")
+    detached(home, "--map", str(tmp_path / "mine.json"), "--router-top-k", "2")
+    data, text = shown()
+    assert data == {"path": str(tmp_path / "mine.json"), "kept": False, "learning": False}
+    assert f"  map       {tmp_path / 'mine.json'}\n" in text
+    detached(home, "--no-map")
+    data, text = shown()
+    assert data is None and "  map " not in text
 
 
 def test_too_many_pins_are_refused_before_a_start(home: Home, tmp_path: Path) -> None:

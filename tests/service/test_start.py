@@ -180,7 +180,7 @@ def test_unknown_architecture(home: Home, detach: tuple[str, ...]) -> None:
 def test_a_refusal_is_shown_in_the_engine_s_words_alone(home: Home, detach: tuple[str, ...]) -> None:
     done = home.run(*home.start_arguments(*detach), fake="refuses")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: --moe-slots auto: 6 slots take 9.5 MiB\nhint: a smaller context (--ctx), or --slots 6\n"
+    assert done.stderr == "error: --slots auto: 6 slots take 9.5 MiB\nhint: a smaller context (--ctx), or --slots 6\n"
 
 
 def test_death_while_serving_is_reported(home: Home) -> None:

@@ -52,7 +52,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def record(out: Path, text: str, **more: Any) -> Any:
-    return trace.record(paths.demo_model(), out, **{"text": text, "tokens": 1, "limit": 1, **more})
+    return trace.record(str(paths.demo_model()), out, **{"text": text, "tokens": 1, "limit": 1, **more})
 
 
 def test_recorded(fake: Path, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_recorded(fake: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "message", "hint"), [
-    ("fail", "nothing was recorded: --moe-slots auto: no room", "--slots 6 or a smaller context (--ctx)"),
+    ("fail", "nothing was recorded: --slots auto: no room", "--slots 6 or a smaller context (--ctx)"),
     ("refuse", "nothing was recorded: no experts", None),
     ("help", "nothing was recorded: llama-completion loaded no model", "what follows -- is passed on to llama-completion as it is"),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ from trace_files import trace_bytes
 
 from moestream import gguf_facts, paths
 from moestream.commands import map as map_command
-from moestream.commands.start import Policy
+from moestream.commands.options import Policy
 from moestream.commands.trace import check_fingerprint
 from moestream.errors import MoestreamError
 from moestream.routing import maps, trace

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from moestream.cli import main
-from moestream.commands.plan import Measured, check_cache_type, parse_tier
+from moestream.commands.plan import Measured
+from moestream.planning.fit import check_cache_type, parse_tier
 from moestream.planning.hardware import Drive
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "moestream-demo-q4_0.gguf"

@@ -30,7 +30,7 @@ def test_runs_without_a_speed(
     file = tmp_path / "t"
     file.write_bytes(trace_bytes([], {"model": model, "n_expert_used": 6, "layers": [{"layer": 0, "n_expert": 64}]}))
     monkeypatch.setattr(trace.replaying, "replay", lambda *_a, **_k: [run(n, decoded) for n, decoded in tokens.items()])
-    speed: dict[str, Any] = {"model": DEMO, "bandwidth": 0.001, "compute_tps": 10}
+    speed: dict[str, Any] = {"model": str(DEMO), "bandwidth": 0.001, "compute_tps": 10}
     command = trace.replay(file, "8,16", **speed).data["start"]
     assert command == (slots and f"moestream start --model {DEMO} --slots {slots} --policy lru")
     assert trace.replay(file, "8,16").data["start"] == f"moestream start --model {DEMO.name} --slots 8 --policy lru"

@@ -66,6 +66,8 @@ models:
     model: m.gguf
     slots: 32
     ctx: 0
+    ram: 16GiB
+    vram: 8000000000
     parallel: 2
     io_threads: 8
     io: direct
@@ -73,6 +75,9 @@ models:
     overlap: off
     ram_tier: 4GiB
     prefetch: off
+    pool: host
+    gpu_path: mailbox
+    require_gpu: true
     map: m.json
     router_top_k: 4
     learn: on
@@ -85,8 +90,8 @@ models:
     read = config.read(path)
     small = read.document.models["small-1.0"]
     assert small.model_dump(exclude_unset=True) == {
-        "model": "m.gguf", "slots": "32", "ctx": 0, "parallel": 2, "io_threads": 8, "io": "direct", "policy": "heat",
-        "overlap": "off", "ram_tier": "4GiB", "prefetch": "off", "map": "m.json", "router_top_k": 4, "learn": "on", "warm": "off", "backend": "cpu", "detach": True,
+        "model": "m.gguf", "slots": "32", "ctx": 0, "ram": "16GiB", "vram": "8000000000", "parallel": 2, "io_threads": 8, "io": "direct", "policy": "heat",
+        "overlap": "off", "ram_tier": "4GiB", "prefetch": "off", "pool": "host", "gpu_path": "mailbox", "require_gpu": True, "map": "m.json", "router_top_k": 4, "learn": "on", "warm": "off", "backend": "cpu", "detach": True,
         "llama_args": ["--threads", "8", "--temp", "0.5"],
     }  # fmt: skip
     assert read.document.models["7b"].model_dump(exclude_unset=True) == {"kept_map": False, "slots": "all"}
@@ -124,6 +129,11 @@ def test_nothing(project: Callable[[str], Path], text: str) -> None:
         ("defaults:\n  io_threads: 257", "2:15", "defaults.io_threads: --io-threads 257: expected a number from 1 to 256"),
         ("defaults:\n  router_top_k: -1", "2:17", "defaults.router_top_k: --router-top-k -1: expected a number of experts"),
         ("defaults:\n  ram_tier: much", "2:13", "defaults.ram_tier: --ram-tier much: expected a size"),
+        ("defaults:\n  ram: much", "2:8", "defaults.ram: --ram much: expected a size"),
+        ("defaults:\n  vram: 0", "2:9", "defaults.vram: --vram 0: expected a size"),
+        ("defaults:\n  vram: true", "2:9", "defaults.vram: expected a number or a word"),
+        ("defaults:\n  pool: gpu", "2:9", "defaults.pool is 'gpu': expected 'auto', 'device' or 'host'"),
+        ("defaults:\n  require_gpu: on", "2:16", "defaults.require_gpu is 'on': expected true or false"),
         ("defaults:\n  overlap: true", "2:12", "defaults.overlap is true: expected 'on' or 'off'"),
         ("defaults:\n  policy: mru", "2:11", "defaults.policy is 'mru': expected 'lru', 'lfu' or 'heat'"),
         ("defaults:\n  kept_map: off", "2:13", "defaults.kept_map is 'off': expected true or false"),
@@ -252,6 +262,8 @@ def test_which_model(project: Callable[[str], Path], user: Callable[[str], Path]
     assert merged({"model": "a"}).name == "a"
     project("defaults: {model: x.gguf}")
     assert said(merged(), "model") == (str(tmp_path / "project" / "x.gguf"), f"{tmp_path}/project/moestream.yaml:1")
+    project("defaults: {model: ../x.gguf}")
+    assert merged()["model"] == str(tmp_path / "x.gguf"), "as people read it"
     project("defaults: {model: ~no-such-user/x.gguf}")
     assert merged()["model"] == str(tmp_path / "project" / "~no-such-user" / "x.gguf")
     with pytest.raises(MoestreamError, match=f"{yours}:5: the model 'd' has no file") as caught:
@@ -271,6 +283,11 @@ def test_what_gives_way(user: Callable[[str], Path]) -> None:
     assert (found["map"], found["router_top_k"], found["policy"]) == (None, None, "heat")
     user("defaults: {kept_map: false}")
     assert merged({"map": "m"})["kept_map"] is None
+    user("defaults: {ram: 8GiB, vram: 1GiB, pool: host, require_gpu: true}")
+    found = merged({"slots": "map"})
+    assert (found["ram"], found["vram"], found["pool"]) == (None, None, "host")
+    found = merged({"slots": "off"})
+    assert {found[o] for o in ("ram", "vram", "pool", "require_gpu")} == {None}
     user("defaults: {slots: off, policy: heat}")
     assert merged()["policy"] == "heat", "one file says both: start refuses that"
 
@@ -286,6 +303,8 @@ def test_variables() -> None:
         "off", True, 1.5, ["--alias", "a b"], 7,
     ]  # fmt: skip
     assert config.from_environment({"MOESTREAM_KEPT_MAP": "0"}) == {"kept_map": False}
+    asked = {"MOESTREAM_RAM": "16 GiB", "MOESTREAM_REQUIRE_GPU": "1", "MOESTREAM_GPU_PATH": "copy"}
+    assert config.from_environment(asked) == {"ram": "16 GiB", "require_gpu": True, "gpu_path": "copy"}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -24,12 +24,12 @@ def test_defaults() -> None:
 def test_everything() -> None:
     settings = ServerSettings(
         model=Path("m.gguf"), slots="32", ctx=0, host="::1", port=81, parallel=4, io_threads=8, io="direct",
-        policy="lfu", overlap="off", ram_tier="4GiB", prefetch="on", map=Path("/maps/m.json"), router_top_k=3, warm="off", extra=("--alias", "x"),
+        policy="lfu", overlap="off", ram_tier="4GiB", prefetch="on", pool="host", gpu_path="copy", require_gpu=True, map=Path("/maps/m.json"), router_top_k=3, warm="off", planned=("-t", "2"), extra=("--alias", "x"),
     )  # fmt: skip
     assert build_argv(SERVER, settings) == [
         "/engine/bin/llama-server", "-m", "m.gguf", "--moe-slots", "32", "--moe-io-threads", "8", "--moe-io",
-        "direct", "--moe-policy", "lfu", "--moe-overlap", "off", "--moe-ram", "4GiB", "--moe-prefetch", "on", "--moe-map", "/maps/m.json", "--moe-map-pin", "3",
-        "--moe-warm", "off", "--metrics", "--host", "::1",
+        "direct", "--moe-policy", "lfu", "--moe-overlap", "off", "--moe-ram", "4GiB", "--moe-prefetch", "on", "--moe-pool", "host", "--moe-gpu-path", "copy", "--moe-require-gpu", "--moe-map", "/maps/m.json", "--moe-map-pin", "3",
+        "--moe-warm", "off", "-t", "2", "--metrics", "--host", "::1",
         "--port", "81", "-c", "0", "-np", "4", "--alias", "x",
     ]  # fmt: skip
 
@@ -49,6 +49,10 @@ def test_slots_off_passes_nothing_of_ours() -> None:
         ({"ram_tier": "auto"}, "--ram-tier auto"),
         ({"prefetch": "off"}, "--prefetch off"),
         ({"map": Path("m.json")}, "--map m.json"),
+        ({"pool": "host"}, "--pool host"),
+        ({"gpu_path": "copy"}, "--gpu-path copy"),
+        ({"require_gpu": True}, "--require-gpu"),
+        ({"ram": "8GiB", "vram": "1GiB"}, "--ram 8GiB, --vram 1GiB"),
         ({"warm": "off"}, "--warm off"),
         ({"learn": "on"}, "--learn on"),
         ({"overlap": "off", "io_threads": 1}, "--io-threads 1, --overlap off"),
@@ -116,6 +120,9 @@ def test_io_threads_at_the_ends_of_the_range(number: int) -> None:
         ("--moe-overlap", "--overlap"),
         ("--moe-ram", "--ram-tier"),
         ("--moe-prefetch", "--prefetch"),
+        ("--moe-pool", "--pool"),
+        ("--moe_gpu_path", "--gpu-path"),
+        ("--moe-require-gpu", "--require-gpu"),
         ("--metrics", "--metrics"),
         ("--reuse-port", "--reuse-port"),
     ],
@@ -168,3 +175,26 @@ def test_words_for_slots() -> None:
 def test_a_ram_tier_that_is_no_size_is_refused(ram: str) -> None:
     with pytest.raises(MoestreamError, match=r"^--ram-tier .*: expected a size"):
         build_argv(SERVER, replace(PLAIN, ram_tier=ram))
+
+
+def test_settings_without_streaming() -> None:
+    """Nothing of it is left, whatever was asked for."""
+    asked = replace(
+        PLAIN, **{f.name: "1" for f in fields(PLAIN) if f.default is None}, planned=("-t", "2"), extra=("--alias", "x")
+    )
+    argv = build_argv(SERVER, replace(asked.without_streaming(), ctx=1, parallel=1))
+    assert argv[3:] == ["--metrics", "--host", "127.0.0.1", "--port", "8080", "-c", "1", "-np", "1", "--alias", "x"]
+    assert build_argv(SERVER, replace(PLAIN, require_gpu=False)) == build_argv(SERVER, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"), [({"ram": "much"}, "--ram much: expected a size"), ({"vram": "0"}, "--vram 0: expected a size")]
+)
+def test_budgets_that_are_no_sizes(change: dict[str, str], what: str) -> None:
+    with pytest.raises(MoestreamError, match=f"^{what}"):
+        build_argv(SERVER, replace(PLAIN, **change))
+
+
+def test_a_budget_and_slots_of_a_map() -> None:
+    with pytest.raises(MoestreamError, match=r"^--ram 8GiB cannot be combined with --slots map: the map says how many"):
+        build_argv(SERVER, replace(PLAIN, slots="map", map=Path("m.json"), ram="8GiB"))

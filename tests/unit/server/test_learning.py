@@ -64,6 +64,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordStore:
 
 
 PLAN = Learning(learn=True, kept_path="/maps/m.json", tokens=9, map_text="{}\n")
+IN_USE = {"path": "/maps/m.json", "used": True, "tokens": 9, "problem": None}
 
 
 def test_files_beside_the_record(store: RecordStore) -> None:
@@ -71,8 +72,8 @@ def test_files_beside_the_record(store: RecordStore) -> None:
     trace = store.trace_path(80)
     assert argv == ["--moe-map", str(store.map_path(80)), "--moe-trace", str(trace), "--moe-trace-limit", "16"]
     assert said == [] and trace.read_bytes() == b"" and store.map_path(80).read_text() == "{}\n"
-    assert learning.as_json(PLAN, argv) == {"path": "/maps/m.json", "used": True, "tokens": 9, "learning": True}
-    assert learning.as_json(PLAN, argv[:2]) == {"path": "/maps/m.json", "used": True, "tokens": 9, "learning": False}
+    assert learning.as_json(PLAN, argv) == {**IN_USE, "learning": True}
+    assert learning.as_json(PLAN, argv[:2]) == {**IN_USE, "learning": False}
     trace.write_bytes(b"x")
     recorded, said = learning.end(PLAN, store, 80)
     assert said == [] and recorded is not None and recorded.read_bytes() == b"x"
@@ -139,13 +140,18 @@ def test_the_trace_of_a_server_that_runs_is_left_alone(store: RecordStore, monke
             backend="cpu", model="m", slots="8", argv=("--moe-trace", str(store.trace_path(80))), log_path="l", started_s=0.0,
         )  # fmt: skip
 
+    learning.leave_out(record(ProcessMark.of(os.getpid())), store, 3, 5)
+    learning.leave_out(record(ProcessMark.of(os.getpid())), store, 7, 7)
+    assert store.skip_path(80).read_text() == "3 5\n"
     us = ProcessMark.of(os.getpid())
     store.claim(record(us))
     store.trace_path(80).write_bytes(b"x")
     assert store.put_aside_trace(80) is None and store.trace_path(80).exists()
     assert [r.port for r in learning.recording(store)] == [80]
     store.remove(record(us))
-    assert store.put_aside_trace(80) is not None and not store.trace_path(80).exists()
+    aside = store.put_aside_trace(80)
+    assert aside is not None and not store.trace_path(80).exists()
+    assert not store.skip_path(80).exists() and aside.with_suffix(".skip").read_text() == "3 5\n"
 
 
 @pytest.mark.parametrize(
@@ -171,3 +177,24 @@ def test_pins_that_do_not(slots: str, top_k: int, n_slot: int, hint: str) -> Non
         f"--router-top-k {top_k} is too many: layer 0 has {n_slot} slots, and a token of {DEMO.name} uses 6 experts"
     )
     assert caught.value.hint == hint
+
+
+def test_what_may_be_asked_of_a_server_that_learns(store: RecordStore) -> None:
+    """One that sleeps counts from 0 when it wakes, and its trace goes on: nobody can say which tokens were the check's."""
+    trace = ("--moe-trace", str(store.trace_path(80)))
+    for argv, environment, may in (
+        (trace, {}, True),
+        ((*trace, "--sleep-idle-seconds", "9"), {}, False),
+        (trace, {"LLAMA_ARG_SLEEP_IDLE_SECONDS": "9"}, False),
+        (("--sleep-idle-seconds", "9"), {}, True),
+        (("--sleep-idle-seconds", "9", "--moe-trace", "mine"), {}, True),
+    ):
+        assert learning.can_leave_out(SimpleNamespace(port=80, argv=argv), store, environment) is may  # type: ignore[arg-type]
+    learning.leave_out(SimpleNamespace(port=80, argv=("--moe-trace", "mine")), store, 1, 2)  # type: ignore[arg-type]
+    assert not store.skip_path(80).exists()
+
+
+def test_what_another_server_left_out_is_forgotten(store: RecordStore) -> None:
+    store.skip_path(80).write_text("1 2\n")
+    learning.begin(PLAN, store, 80)
+    assert not store.skip_path(80).exists()

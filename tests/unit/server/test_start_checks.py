@@ -114,6 +114,12 @@ def test_plan_survives_its_way_to_the_supervisor(engine: None) -> None:
     ("line", "what", "hint"),
     [
         ("error: invalid argument: --moe-slots", "built without moestream's patches", "moestream build"),
+        (
+            "error: invalid argument: --moe-pool",
+            "cannot honour --pool: its llama-server does not know --moe-pool",
+            "leave out --pool",
+        ),
+        ("error: invalid argument: --moe-staging", "does not know --moe-staging", "leave out --moe-staging"),
         ("error: invalid argument: --nonsense", "does not know the argument --nonsense", "llama-server --help"),
         ("x: unknown model architecture: 'q'", "architecture 'q'", "moestream engines"),
         ("couldn't bind HTTP server socket, hostname: h, port: 1", "listen on h port 1", "--port"),
@@ -143,10 +149,17 @@ def refusal(plan: ServerPlan, *lines: str) -> MoestreamError:
         ("no experts (a; b); hint: leave out --moe-slots", "no experts (a; b)", "serve without streaming: --slots off"),
         (
             "error loading model hyperparameters: --moe-io direct: x; hint: --moe-io buffered",
-            "--moe-io direct: x",
+            "--io direct: x",
             "--io buffered",
         ),
         ("x; hint: fewer --moe-io-threads, a smaller context (-c)", "x", "fewer --io-threads, a smaller context (--ctx)"),
+        (
+            "--moe-slots map: the map has no slots; hint: --moe-map-pin 2",
+            "--slots map: the map has no slots",
+            "--router-top-k 2",
+        ),
+        ("--moe-staging ring and --moe-overlap off; hint: y", "--moe-staging ring and --overlap off", "y"),
+        ("--moe-ram 9 has no room; hint: --moe-ram 1GiB, say", "--ram-tier 9 has no room", "--ram-tier 1GiB, say"),
     ],
 )
 def test_a_refusal_of_the_engine(engine: None, line: str, message: str, hint: str) -> None:
