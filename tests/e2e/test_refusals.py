@@ -337,7 +337,7 @@ def test_start_says_why(demo: Path, arguments: list[str]) -> None:
     done = subprocess.run([*command, "--", *arguments], capture_output=True, text=True, env=env, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     first, *_, hint = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "hint: "))]
-    assert message.split("; hint")[0] in first and hint.startswith("hint: ")
+    assert message.split("; hint")[0].replace("--moe-slots", "--slots") in first and hint.startswith("hint: ")
     assert "Traceback" not in done.stderr
 
 
