@@ -228,6 +228,10 @@ def test_gpus_count_for_an_engine_that_uses_them(home: Home, tmp_path: Path) -> 
     engines.write_description(replace(cpu, id=folder.name, path=folder, backend="cuda"), folder)
     answer = plan(home, str(DEMO))
     assert answer["memory"]["vram_bytes"] == 7000 << 20 and answer["memory"]["dense_on_gpu"] is True
+    assert any(
+        text.startswith("start leaves --slots auto to the engine, in the memory of the card") for text in answer["notices"]
+    )
+    assert answer["command"].endswith(" -- --cpu-moe -ngl 99")
 
 
 def test_check_of_a_server_that_reports_other_bytes(home: Home) -> None:

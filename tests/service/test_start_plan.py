@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from service_harness import DEMO, Home
 from waiting import free_port
+
+from moestream.upstream import engines
 
 
 def planned(home: Home, *arguments: str) -> dict[str, Any]:
@@ -187,3 +191,29 @@ def test_a_gpu_that_is_required(home: Home) -> None:
 def test_they_are_start_s_own(home: Home, argument: str) -> None:
     message = refused(home, "--slots", "8", "--", argument, "auto")
     assert message.startswith(f"error: {argument} after -- collides with moestream's own {argument.replace('moe-', '')}\n")
+
+
+def test_an_engine_for_a_gpu(home: Home) -> None:
+    """Its own auto without a budget; with one, slots in RAM and all else on the card, as plan says."""
+    home.environment()  # describes the engine for the processor
+    cpu = engines.read_engine(home.server.parents[1])
+    folder = cpu.path.with_name("fake-cuda")
+    shutil.copytree(cpu.path, folder)
+    engines.write_description(replace(cpu, id=folder.name, path=folder, backend="cuda"), folder)
+    card = (str(DEMO), "--backend", "cuda")
+    report, told = started(home, *card)
+    assert report["engine"] == "fake-cuda" and value(report["argv"], "--moe-slots") == "auto"
+    assert told.startswith(
+        "notice: --slots auto is left to the engine: slots in the memory of a card are not planned (fake-cuda)"
+    )
+    report, told = started(home, *card, "--ram", "60MiB", "--vram", "1GiB")
+    argv, plan = report["argv"], planned(home, str(DEMO), "--ram", "60MiB", "--vram", "1GiB")
+    assert value(argv, "-ngl") == "99" and "--cpu-moe" in argv and plan["command"].endswith(" -- --cpu-moe -ngl 99")
+    assert (
+        report["plan"]["slots"] == plan["slots"] == 64
+        and report["plan"]["dense_on_gpu"] is plan["memory"]["dense_on_gpu"] is True
+    )
+    assert "the rest on the GPU" in told
+    assert started(home, *card, "--slots", "8", "--require-gpu")[0]["argv"].count("--moe-require-gpu") == 1
+    done = home.run("start", *card, "--vram", "1GiB", "--pool", "device")
+    assert done.returncode == 1 and done.stderr.startswith("error: --vram cannot be combined with --pool device: ")
