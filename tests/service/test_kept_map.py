@@ -195,11 +195,9 @@ def test_a_folder_that_cannot_be_written(home: Home, own: str, records: str) -> 
     maps.write_text("in the way")
     process = home.popen(*home.start_arguments(), fake=records)
     assert process.stdout is not None and process.stdout.readline().startswith("ready")
-    assert process.stderr is not None
-    told = process.stderr.readline()
-    assert told.startswith(f"warning: what is recorded cannot be added to the kept router map now: cannot write to {maps}: ")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
+    assert errors.startswith(f"warning: what is recorded cannot be added to the kept router map now: cannot write to {maps}: ")
     assert process.returncode == 0
     assert f"warning: what was recorded is not added to the kept router map: cannot write to {maps}: " in errors
     assert errors.endswith("; the next start tries again\nstopped\n")
