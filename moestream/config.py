@@ -152,7 +152,7 @@ class Options(BaseModel):
     ram_tier: _RamTier = Field(default=None)
     prefetch: Literal["auto", "on", "off"] = Field(default=None)
     pool: Literal["auto", "device", "host"] = Field(default=None)
-    gpu_path: Literal["auto", "copy", "mailbox", "range"] = Field(default=None)
+    gpu_path: Literal["auto", "copy", "mailbox"] = Field(default=None)
     require_gpu: bool = Field(default=None)
     map: _Text = Field(default=None)
     kept_map: bool = Field(default=None)

@@ -43,7 +43,6 @@ class GpuPath(StrEnum):
     auto = "auto"
     copy = "copy"
     mailbox = "mailbox"
-    range = "range"
 
 
 Ram = Annotated[
@@ -81,9 +80,11 @@ PrefetchMode = Annotated[
     typer.Option(help="Read ahead what the next layer will probably choose. Default: auto, while it measures faster."),
 ]
 PoolPlace = Annotated[
-    Pool | None, typer.Option(help="Where slots lie: in a GPU's memory, or in that of the machine.", show_default="auto")
+    Pool | None, typer.Option(help="Where a GPU's slots lie: in its memory, or in the machine's.", show_default="auto")
 ]
-GpuPathName = Annotated[GpuPath | None, typer.Option(help="How experts reach a GPU.", show_default="auto")]
+GpuPathName = Annotated[
+    GpuPath | None, typer.Option(help="Who looks after slots on a GPU: the host, or the GPU.", show_default="auto")
+]
 RequireGpu = Annotated[
     bool | None,
     typer.Option(

@@ -40,9 +40,6 @@ _OWNED: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("--moe-warm",), "--warm"),
 )
 
-# Flags of the engine that take no value.
-WITHOUT_VALUE = ("--moe-require-gpu",)
-
 # The engine's flags that are start's own, by their names there.
 ENGINE_FLAGS = {
     spelling: ours for spellings, ours in _OWNED for spelling in spellings if ours and spelling.startswith("--moe-")
@@ -74,7 +71,7 @@ class ServerSettings:
         ram_tier: memory below the slots, for experts that lost theirs: a size, ``auto`` for what is left, or ``none``.
         prefetch: ``auto``, ``on`` or ``off``: whether experts are read ahead that the next layer will probably choose.
         pool: ``auto``, ``device`` or ``host``: in whose memory slots lie.
-        gpu_path: ``auto``, ``copy``, ``mailbox`` or ``range``: how experts reach a GPU.
+        gpu_path: ``auto``, ``copy`` or ``mailbox``: who looks after slots on a GPU, the host or the GPU.
         require_gpu: whether the engine refuses to start where no GPU would compute with experts.
         map: the model's router map.
         kept_map: whether to start with the router map that is kept of the model; None: unless another one is given. False: nothing is
@@ -247,7 +244,7 @@ def check_extra(extra: Sequence[str]) -> None:
 
 
 def _streaming_flags(settings: ServerSettings) -> list[tuple[str, str, int | str]]:
-    """The engine's flags that are given: ours, the engine's, the value; an empty value: the flag has none."""
+    """The engine's flags that are given: ours, the engine's, the value."""
     flags = (
         ("--io-threads", "--moe-io-threads", settings.io_threads),
         ("--io", "--moe-io", settings.io),
@@ -257,7 +254,7 @@ def _streaming_flags(settings: ServerSettings) -> list[tuple[str, str, int | str
         ("--prefetch", "--moe-prefetch", settings.prefetch),
         ("--pool", "--moe-pool", settings.pool),
         ("--gpu-path", "--moe-gpu-path", settings.gpu_path),
-        ("--require-gpu", "--moe-require-gpu", "" if settings.require_gpu else None),
+        ("--require-gpu", "--moe-require-gpu", "on" if settings.require_gpu else None),
         ("--map", "--moe-map", settings.map and str(settings.map)),
         ("--router-top-k", "--moe-map-pin", settings.router_top_k),
         ("--warm", "--moe-warm", settings.warm),
@@ -326,7 +323,7 @@ def build_argv(server: Path, settings: ServerSettings) -> list[str]:
     if settings.streaming:
         argv += ["--moe-slots", settings.slots]
         for _, engines, value in _streaming_flags(replace(settings, warm=settings.warm or DEFAULT_WARM)):
-            argv += [engines] if value == "" else [engines, str(value)]
+            argv += [engines, str(value)]
         argv += settings.planned
     argv += ["--metrics", "--host", settings.host, "--port", str(settings.port)]
     if settings.ctx is not None:

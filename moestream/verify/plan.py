@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moestream.errors import MoestreamError
-from moestream.server.arguments import WITHOUT_VALUE, flag_of
+from moestream.server.arguments import flag_of
 
 FEW_TOKENS = 4  # the width between one token and all at once
 MIN_TOKENS = 16  # fewer evict next to nothing
@@ -85,9 +85,6 @@ def split_extra(extra: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
             )
         if not flag.startswith("--moe-"):
             both.append(argument)
-            continue
-        if flag in WITHOUT_VALUE:
-            streamed.append(argument)
             continue
         if not rest:
             raise MoestreamError(f"{argument} after -- needs a value", hint=f"{argument} VALUE; see llama-cli --help")

@@ -163,7 +163,7 @@ def test_flags_of_a_gpu_are_passed_on(home: Home, given: tuple[str, ...], passed
 @pytest.mark.parametrize("detach", [(), ("--detach",)])
 @pytest.mark.parametrize(
     ("given", "flag", "ours"),
-    [(("--pool", "device"), "--moe-pool", "--pool"), (("--gpu-path", "range"), "--moe-gpu-path", "--gpu-path")],
+    [(("--pool", "device"), "--moe-pool", "--pool"), (("--gpu-path", "copy"), "--moe-gpu-path", "--gpu-path")],
 )
 def test_an_engine_that_does_not_know_them(
     home: Home, given: tuple[str, ...], flag: str, ours: str, detach: tuple[str, ...]
@@ -214,6 +214,6 @@ def test_an_engine_for_a_gpu(home: Home) -> None:
         and report["plan"]["dense_on_gpu"] is plan["memory"]["dense_on_gpu"] is True
     )
     assert "the rest on the GPU" in told
-    assert started(home, *card, "--slots", "8", "--require-gpu")[0]["argv"].count("--moe-require-gpu") == 1
+    assert value(started(home, *card, "--slots", "8", "--require-gpu")[0]["argv"], "--moe-require-gpu") == "on"
     done = home.run("start", *card, "--vram", "1GiB", "--pool", "device")
     assert done.returncode == 1 and done.stderr.startswith("error: --vram cannot be combined with --pool device: ")
