@@ -14,6 +14,7 @@ from moestream.errors import MoestreamError
 from moestream.result import Result
 from moestream.server import report
 
+EXIT_CODES = {1: "a file or a variable is wrong, or another error"}
 HELP = "Settings of start: moestream.yaml and the environment."
 
 

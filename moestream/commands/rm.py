@@ -15,6 +15,8 @@ from moestream.models.store import ModelStore, size_of
 from moestream.result import Result
 from moestream.server import report
 
+EXIT_CODES = {1: "an error, or the question was answered with no"}
+
 
 def rm(
     name: Annotated[str, typer.Argument(metavar="NAME", help="As moestream list shows it.")],

@@ -17,6 +17,7 @@ from moestream.server.records import BrokenRecord, RecordStore, ServerRecord
 POLL_S = 0.05
 # Beyond the supervisor's own grace period, after which it kills the server by itself.
 SUPERVISOR_MARGIN_S = 5.0
+EXIT_CODES = {1: "an error: there is no such server, or one does not end; the others are stopped"}
 
 _DETAILS = {
     Outcome.STOPPED: "stopped",

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from doc_commands import moestream_commands
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs" / "help_text.py"
 
@@ -38,3 +40,16 @@ def test_options_in_serving_exist() -> None:
     }
     assert "--detach" in used
     assert used <= set(re.findall(r"--[a-z-]+", reference))
+
+
+def test_the_reference_has_every_command_with_every_option() -> None:
+    known = moestream_commands()
+    assert {"start", "trace", "trace record", "map forget"} <= set(known)
+    text = (ROOT / "docs" / "commands.md").read_text()
+    for name, command in known.items():
+        section = text.split(f"\n### moestream {name}\n", 1)[1].split("\n### ", 1)[0]
+        for parameter in command.params:
+            if not getattr(parameter, "hidden", False):
+                for option in (*parameter.opts, *parameter.secondary_opts):
+                    there = re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", section)
+                    assert there or not option.startswith("-"), f"{name} {option}"
