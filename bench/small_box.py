@@ -44,7 +44,7 @@ from moestream.upstream import engines
 STATS_SCHEMA = "moestream/stats/1"
 # Short: a byte-level vocabulary makes a token of each character, and a model that does not fit is slow.
 IDENTITY_PROMPT = "The lighthouse keeper counted the ships twice, wrote 41 in the book, and went down to the harbour."
-N_LAP = 2  # the first one warms up
+N_LAP = 2  # by default: the first one warms up
 
 
 # --- the two sides ---------------------------------------------------------------------------------------------------
@@ -197,6 +197,7 @@ class Bench:
     disk: box.Disk | None
     timeout_s: float
     drop: bool = True
+    laps: int = N_LAP
 
     @property
     def model(self) -> Path:
@@ -225,7 +226,7 @@ class Bench:
         sizes = ["-p", str(n_tokens), "-n", "0"] if phase == "pp" else ["-p", "0", "-n", str(n_tokens)]
         command = [
             self.program("llama-bench"), "-m", str(self.model), "-t", str(self.threads), *side.kernels("llama-bench"), *side.args, *sizes,
-            "-r", str(N_LAP), "--no-warmup", "--progress", "-o", "jsonl",
+            "-r", str(self.laps), "--no-warmup", "--progress", "-o", "jsonl",
         ]  # fmt: skip
         self.fresh()
         watch = LapWatch()
@@ -282,7 +283,7 @@ class Bench:
         with _optional(self.cgroup()) as group, box.Process(command, group) as p:
             self._until_healthy(base, p, side)
             with ThreadPoolExecutor(n_parallel) as pool:
-                for lap in range(N_LAP):
+                for lap in range(self.laps):
                     before, read_before, start = (totals() if side.streams else None), p.read_bytes(), time.monotonic()
                     n = sum(pool.map(ask, range(lap * n_parallel + 1, (lap + 1) * n_parallel + 1)))
                     wall_s, read_after = time.monotonic() - start, p.read_bytes()
@@ -492,6 +493,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--bin", type=Path, help="folder with the llama-* programs; the engine in use when left out")
     p.add_argument("--json", type=Path, help="write everything to this file too")
     p.add_argument("--runs", type=int, default=3, help="runs of each side, in turn")
+    p.add_argument(
+        "--laps", type=int, default=N_LAP, help="times that a process does its work; the last counts (default: %(default)s)"
+    )
+    p.add_argument(
+        "--no-identity", action="store_true", help="logits were compared by a run before this one, with the same settings"
+    )
     p.add_argument("--tokens", type=int, default=32, help="tokens decoded in a lap")
     p.add_argument("--prompt", type=int, default=512, help="length of the prompt phase, 0 leaves it out")
     p.add_argument("--np", type=int, default=0, help="also decode this many sequences at once, by llama-server")
@@ -562,6 +569,7 @@ def measure(a: argparse.Namespace) -> Result:
         disk=disk,
         timeout_s=a.timeout_s,
         drop=not a.all_slots,
+        laps=a.laps,
     )
     stock = stock_side("none" if a.all_slots else "mmap", a.kernels == "default")
     sides = [stock]
@@ -576,10 +584,11 @@ def measure(a: argparse.Namespace) -> Result:
     kib = None if a.read_ahead_kib == "keep" else int(a.read_ahead_kib)
     runs: list[Run] = []
     with box.signals_as_exceptions(), box.read_ahead(disk, kib) as kib_in_force:
-        _say("comparing logits")
+        if not a.no_identity:
+            _say("comparing logits")
         # bits depend on the kernels: the same ones on both sides, in the box or out of it
         reference = stock if a.stock_only or sides[1].repack == stock.repack else stock_side("none", repack=True)
-        identity = check_identity(bench, reference, sides[1:], a.np)
+        identity = None if a.no_identity else check_identity(bench, reference, sides[1:], a.np)
         if a.without_stock:
             sides = sides[1:]
         for i in range(a.runs):
@@ -610,7 +619,7 @@ def measure(a: argparse.Namespace) -> Result:
     cap = f"{memory_bytes / 2**30:.1f} GiB" if memory_bytes else "none"
     text = [
         f"model {facts.files[0].name}, {facts.total_bytes / 2**30:.2f} GiB, experts {facts.expert_bytes / 2**30:.2f} GiB",
-        f"memory cap {cap}, read-ahead {kib_in_force} KiB, {a.threads} threads, logits equal",
+        f"memory cap {cap}, read-ahead {kib_in_force} KiB, {a.threads} threads, logits {'not compared in this run' if a.no_identity else 'equal'}",
         "",
         table(rows),
         "",

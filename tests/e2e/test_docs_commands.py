@@ -190,8 +190,6 @@ OTHERS = {
     "--gpus": "docker", "--memory": "docker", "--interleave": "numactl", "--rw": "fio", "--bs": "fio", "--direct": "fio",
     "--prefetch-experts": "ik_llama.cpp", "-moe-cache-experts": "goinfer", "-require-backend": "goinfer", "-march": "gcc", "-C": "pip", "-DCMAKE": "cmake", "-DGGML": "cmake", "-p1": "patch",
 }  # fmt: skip
-# Flags of the engine that pages name, and that its programs are to get.
-LATER = frozenset({"--moe-pool", "--moe-gpu-path", "--moe-require-gpu"})
 PASSED_TO = {"start": "llama-server", "bench": "llama-server", "verify": "llama-results", "trace record": "llama-completion"}
 
 
@@ -237,7 +235,7 @@ def test_options_of_commands_exist() -> None:
 
 def test_options_in_running_text_exist() -> None:
     programs = ("llama-server", "llama-bench", "llama-completion", "llama-perplexity", "llama-results", "moe-replay-policy")
-    known = {*OTHERS, *LATER, *options_of_bench(), *(o for program in programs for o in options_of(program))}
+    known = {*OTHERS, *options_of_bench(), *(o for program in programs for o in options_of(program))}
     for name in doc_commands.moestream_commands():
         known |= doc_commands.moestream_options(name)
     wrong = []
@@ -252,11 +250,6 @@ def test_options_in_running_text_exist() -> None:
                 options = []
             wrong += [f"{name_of(page)}:{line}: {option} in `{span}`" for option in options]
     assert not wrong, "\n".join(wrong)
-
-
-def test_what_is_to_come_has_not_come() -> None:
-    """When this fails: take what is there out of LATER."""
-    assert not LATER & options_of("llama-server")
 
 
 def test_an_option_that_is_not_there_is_noticed() -> None:
