@@ -31,7 +31,7 @@ _RAM_AUTO = -1
 # the settings of a model that a metadata override can carry: name here, key of the engine, type
 _PLAIN: dict[str, type] = {
     "io": str, "io_threads": int, "io_backend": str, "policy": str, "staging": str, "overlap": bool, "prefetch": str,
-    "map_pin": int, "warm": int, "trace_limit": int,
+    "map_pin": int, "warm": int, "trace_limit": int, "gpu_path": str, "pool": str, "require_gpu": bool,
 }  # fmt: skip
 
 
@@ -87,8 +87,8 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, bool | int | str]:
         if kind is int and not -(1 << 31) <= value < 1 << 31:
             raise error(f"{name}={value!r}: out of range")
         found[f"moestream.{name}"] = value
-    if (ram := given.get("ram")) is not None and ram != "none":
-        found["moestream.ram"] = _ram(ram)
+    if (ram := given.get("ram")) is not None:
+        found["moestream.ram"] = 0 if ram == "none" else _ram(ram)
     return found
 
 

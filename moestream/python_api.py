@@ -47,7 +47,7 @@ class Llama(_llama_cpp.Llama):  # type: ignore[misc, name-defined]
     Args:
         model_path: a GGUF file, any shard, a directory with one model, or a pulled model (``hf:OWNER/REPO:QUANT``).
         slots: expert slots in each MoE layer: a number, ``"auto"`` (what memory allows), ``"all"`` or ``"map"``; None: no streaming.
-        io, io_threads, io_backend, policy, staging, overlap, prefetch, map_pin: as the flags ``--moe-…``; None: the engine's default.
+        io, io_threads, io_backend, policy, staging, overlap, prefetch, map_pin, gpu_path, pool, require_gpu: as the flags ``--moe-…``; None: the engine's default.
         ram: memory below the slots: bytes, ``"4GiB"``, ``"auto"`` or ``"none"``.
         map: the model's router map.   trace: record which experts are chosen in this file, ``trace_limit`` MiB at most.
         warm: fill empty slots before they are asked for, and wait for that for so many seconds.
@@ -70,6 +70,9 @@ class Llama(_llama_cpp.Llama):  # type: ignore[misc, name-defined]
         overlap: bool | None = None,
         ram: int | str | None = None,
         prefetch: str | None = None,
+        gpu_path: str | None = None,
+        pool: str | None = None,
+        require_gpu: bool | None = None,
         map: str | os.PathLike[str] | None = None,
         map_pin: int | None = None,
         warm: int | None = None,
@@ -86,7 +89,7 @@ class Llama(_llama_cpp.Llama):  # type: ignore[misc, name-defined]
         self._stack = contextlib.ExitStack()  # what is refused below is closed like what is not
         settings = {
             "slots": slots, "io": io, "io_threads": io_threads, "io_backend": io_backend, "policy": policy, "staging": staging,
-            "overlap": overlap, "ram": ram, "prefetch": prefetch, "map": map, "map_pin": map_pin, "warm": warm, "trace": trace,
+            "overlap": overlap, "ram": ram, "prefetch": prefetch, "gpu_path": gpu_path, "pool": pool, "require_gpu": require_gpu, "map": map, "map_pin": map_pin, "warm": warm, "trace": trace,
             "trace_limit": trace_limit,
         }  # fmt: skip
         ours = bindings.overrides(settings)

@@ -442,8 +442,9 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
     raw = stats.raw or {}
     measured = replace(measure(subject), load=load)
     machine = machine_of(measured, None, None)
-    # what the server has taken is not available any more
-    machine = replace(machine, available_bytes=machine.available_bytes + stats.memory.get("total_bytes", 0))
+    # What was available to the server when it started, which may have a limit of its own; else what there is now, and what it has taken.
+    now = machine.available_bytes + stats.memory.get("total_bytes", 0)
+    machine = replace(machine, available_bytes=record.available_bytes or now)
     model = hit_model(subject, map_path, None, wishes, machine.available_bytes)
     wanted = memory.decide(facts, wishes, machine.available_bytes).slots
     real = int(raw["slots"])

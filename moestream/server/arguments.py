@@ -304,7 +304,7 @@ def check_streaming_flags(settings: ServerSettings) -> None:
 
 
 def _said(given: Sequence[tuple[str, int | str]]) -> str:
-    return ", ".join(f"{flag} {value}".rstrip() for flag, value in given)
+    return ", ".join(flag if flag == "--require-gpu" else f"{flag} {value}" for flag, value in given)
 
 
 def build_argv(server: Path, settings: ServerSettings) -> list[str]:

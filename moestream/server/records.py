@@ -150,6 +150,7 @@ class ServerRecord:
         started_s, ready_s, ended_s: seconds since the epoch; None for not yet.
         ended: how it ended, empty while it runs. Kept for servers in the background, so that ``status`` can tell.
         kept_map: where the router map of its model is kept; None: neither used nor added to.
+        available_bytes: memory that there was for it when it was planned; None where nothing was planned.
         outcome: a value of ``process.Outcome`` when it ended because it was asked to. Kept for ``stop``.
     """
 
@@ -172,6 +173,7 @@ class ServerRecord:
     ended: str = ""
     outcome: str = ""
     kept_map: str | None = None
+    available_bytes: int | None = None
     api_key: str | None = field(default=None, repr=False)
 
     @property
@@ -218,6 +220,7 @@ _TYPES: dict[str, Any] = {
     "ready_s": int | float | None,
     "ended_s": int | float | None,
     "kept_map": str | None,
+    "available_bytes": int | None,
     "api_key": str | None,
 }
 

@@ -111,7 +111,7 @@ class Supervisor:
             supervisor=ProcessMark.of(os.getpid()), server=None, detached=plan.detached,
             engine_id=plan.engine_id, backend=plan.backend, model=plan.model, slots=plan.slots, argv=plan.argv,
             log_path=plan.log_path, started_s=time.time(), api_key=plan.api_key,
-            kept_map=plan.learning and plan.learning.kept_path,
+            kept_map=plan.learning and plan.learning.kept_path, available_bytes=plan.planned and plan.planned["available_bytes"],
         )  # fmt: skip
         self.store.claim(record)
         self.store.limit_logs(KEPT_LOGS)

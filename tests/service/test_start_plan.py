@@ -73,6 +73,8 @@ def test_the_same_settings_of_a_name(home: Home) -> None:
     report, _ = started(home, "coder")
     assert plan["memory"]["limited_by"] == report["plan"]["limited_by"] == "--ram"
     assert plan["memory"]["expected"]["ram_bytes"] == report["plan"]["ram_tier_bytes"] > 0
+    (record,) = (home.folder / "state" / "servers").glob("*.json")  # what a check goes by, wherever it runs
+    assert json.loads(record.read_text())["available_bytes"] == plan["memory"]["available_bytes"] == 50 << 20
     assert report["plan"]["slots"] == plan["slots"] and report["plan"]["ubatch"] == plan["settings"]["ubatch"] == 128
     assert value(report["argv"], "--moe-ram") == "4MiB"
     assert "--ram-tier 4MiB" in plan["command"]

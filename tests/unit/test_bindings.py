@@ -26,7 +26,7 @@ from moestream.upstream.pin import load_pin
     ({"slots": 8, "ram": "1.5GiB"}, {"slots": 8, "ram": 3 << 29}),
     ({"slots": 8, "ram": "auto"}, {"slots": 8, "ram": -1}),
     ({"slots": 8, "ram": 4096}, {"slots": 8, "ram": 4096}),
-    ({"slots": 8, "ram": "none"}, {"slots": 8}),
+    ({"slots": 8, "ram": "none"}, {"slots": 8, "ram": 0}),
     ({"slots": None}, {}), ({"slots": "off", "io": None}, {}), ({"slots": 0}, {}), ({}, {}),
 ])  # fmt: skip
 def test_overrides(settings: dict[str, Any], expected: dict[str, Any]) -> None:

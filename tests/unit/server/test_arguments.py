@@ -28,7 +28,7 @@ def test_everything() -> None:
     )  # fmt: skip
     assert build_argv(SERVER, settings) == [
         "/engine/bin/llama-server", "-m", "m.gguf", "--moe-slots", "32", "--moe-io-threads", "8", "--moe-io",
-        "direct", "--moe-policy", "lfu", "--moe-overlap", "off", "--moe-ram", "4GiB", "--moe-prefetch", "on", "--moe-pool", "host", "--moe-gpu-path", "copy", "--moe-require-gpu", "--moe-map", "/maps/m.json", "--moe-map-pin", "3",
+        "direct", "--moe-policy", "lfu", "--moe-overlap", "off", "--moe-ram", "4GiB", "--moe-prefetch", "on", "--moe-pool", "host", "--moe-gpu-path", "copy", "--moe-require-gpu", "on", "--moe-map", "/maps/m.json", "--moe-map-pin", "3",
         "--moe-warm", "off", "-t", "2", "--metrics", "--host", "::1",
         "--port", "81", "-c", "0", "-np", "4", "--alias", "x",
     ]  # fmt: skip
