@@ -60,7 +60,12 @@ struct far_experts {
     std::vector<int32_t> out = std::vector<int32_t>(64);
     test_random          rnd { 11 };
 
-    far_experts(const std::vector<fake_layer_shape> & shapes, uint32_t align, bool give_bounce) : experts(shapes, 5) {
+    // of layers that a device looks after
+    device_mailbox       box = {};
+    std::vector<int64_t> slab_of;
+    std::vector<uint8_t> slabs;
+
+    far_experts(const std::vector<fake_layer_shape> & shapes, uint32_t align, bool give_bounce, bool by_device = false) : experts(shapes, 5) {
         // behind the last expert of a tensor there is room for what kernels read too much
         uint64_t half_bytes = 0;
         for (layer_desc & d : experts.layers) {
@@ -76,8 +81,10 @@ struct far_experts {
         }
         uint8_t * staging = far.take(2 * half_bytes);
         for (layer_desc & d : experts.layers) {
-            d.at      = &far;
-            d.staging = staging;
+            d.at        = &far;
+            d.staging   = staging;
+            d.by_device = by_device;
+            slab_of.resize(slab_of.size() + d.n_expert);
         }
         auto owned = std::make_unique<place_source>(experts.contents, align, 4);
         source = owned.get();
@@ -85,6 +92,14 @@ struct far_experts {
         opt.poison     = true;
         opt.check      = true;
         opt.half_bytes = half_bytes;
+        if (by_device) {
+            slabs.resize(1 << 20);
+            opt.device.slabs   = slabs.data();
+            opt.device.budget  = slabs.size();
+            opt.device.box     = &box;
+            opt.device.slab_of = slab_of.data();
+            opt.device.poison  = true;
+        }
         const uint64_t chunk = 4096;
         if (give_bounce) {
             bounce.resize(reader::bounce_bytes_for(*source, 6, chunk) + 4096);
@@ -189,6 +204,90 @@ TEST(staging_copies_within_the_storage_and_pads_what_is_not_there) {
         CHECK_EQ(f.s->compute_end(true), "");
         CHECK(f.far.n_copies > n_before);
     }
+}
+
+// what a kernel does when experts have no slab
+static void ask(far_experts & f, int32_t i_layer, const std::vector<int32_t> & wanted) {
+    std::copy(wanted.begin(), wanted.end(), f.box.experts);
+    f.box.i_layer  = i_layer;
+    f.box.n_expert = (int32_t) wanted.size();
+    const uint32_t number = f.box.asked + 1;
+    __atomic_store_n(&f.box.asked, number, __ATOMIC_RELEASE);
+    while (__atomic_load_n(&f.box.answered, __ATOMIC_ACQUIRE) != number) {
+        std::this_thread::yield();
+    }
+}
+
+TEST(staging_takes_what_the_devices_tier_has_and_leaves_slots_alone) {
+    for (const uint32_t align : { 1u, 512u }) {
+        far_experts f(two_layers, align, true, true);
+        f.s->compute_begin();
+        ask(f, 0, { 4, 8 });
+        CHECK_EQ(f.s->compute_end(true), "");
+        CHECK(f.s->ram_bytes() > 0);
+        const uint64_t n_read = f.s->stats().layers[0]->bytes_read;
+        f.s->compute_begin();
+        f.visit(0, true, { { 0, 1 }, { 4, 5 }, { 8, 5 } }, true);
+        f.check_pads(0, 1);
+        f.visit(1, true, { { 2, 3 }, { 4, 6 }, { 7, 8 } });
+        CHECK_EQ(f.s->compute_end(true), "");
+        const layer_stats & l = *f.s->stats().layers[0];
+        CHECK_EQ(l.bytes_from_ram.load(), 2u * 9300);
+        CHECK_EQ(l.bytes_read - n_read, 3u * 9300);
+        CHECK_EQ(f.far.n_copies.load(), 0);
+        for (int32_t slot = 0; slot < 4; ++slot) { // the device's own
+            for (const expert_part & p : f.experts.layers[0].parts) {
+                const uint8_t * bytes = f.row(0, p, false, slot);
+                CHECK(std::all_of(bytes, bytes + p.expert_bytes, [](uint8_t b) { return b == 0; }));
+            }
+        }
+    }
+}
+
+TEST(a_layer_of_a_device_can_be_filled_at_once) {
+    far_experts f({ { 9, 9, { 300, 9000 } }, { 9, 4, { 70 } } }, 512, true, true);
+    f.s->fill_all(0);
+    for (int32_t e = 0; e < 9; ++e) {
+        for (const expert_part & p : f.experts.layers[0].parts) {
+            CHECK(f.experts.part_holds(0, p, f.row(0, p, false, e), e, 0));
+        }
+    }
+    CHECK_EQ(f.s->stats().layers[0]->warm_filled.load(), 9u);
+    const expert_part & p = f.experts.layers[0].parts[1];
+    f.source->set_bad({ { p.file, p.offset + 3 * p.expert_bytes + 5000, -EIO } });
+    try {
+        f.s->fill_all(0);
+        CHECK(false);
+    } catch (const std::runtime_error & e) {
+        CHECK_CONTAINS(e.what(), "file-");
+    }
+}
+
+TEST(counters_of_a_device_become_statistics) {
+    far_experts f(two_layers, 1, true, true);
+    device_layer_state now = {};
+    now.hits    = 10;
+    now.misses  = 4;
+    now.evictions = 2;
+    now.asked   = 1;
+    now.tokens  = 3;
+    f.s->note_device_counters(0, now);
+    now.hits       = 15; // two of them only because they had been guessed
+    now.guesses    = 3;
+    now.guess_hits = 2;
+    now.misses     = 5;
+    f.s->note_device_counters(0, now);
+    const layer_stats & l = *f.s->stats().layers[0];
+    CHECK_EQ(l.hits.load(), 13u);
+    CHECK_EQ(l.misses.load(), 7u);
+    CHECK_EQ(l.ram_hits.load(), 6u);
+    CHECK_EQ(l.evictions.load(), 2u);
+    CHECK_EQ(l.guesses.load(), 3u);
+    CHECK_EQ(l.guess_hits.load(), 2u);
+    CHECK_EQ(l.guess_wasted_bytes.load(), 9300u);
+    CHECK_EQ(l.bytes_needed.load(), 20u * 9300);
+    CHECK_EQ(l.bytes_from_ram.load(), (5u + 3u) * 9300);
+    CHECK_EQ(f.s->stats().tokens_decode.load(), 3u);
 }
 
 TEST(a_failed_read_leaves_zeros_in_the_storage) {
