@@ -182,7 +182,7 @@ def make_plan(
     )
     prefix = _given(extra, "--api-prefix", "LLAMA_ARG_API_PREFIX")
     api_key = _api_key(extra)
-    kept, said = learning.plan_for(settings, facts, store, os.environ)
+    kept, said = learning.plan_for(settings, facts, store, os.environ, by_card=learning.is_by_card(ready, engine.backend))
     for line in (*planned.said, *said):
         tell(line)
     return ServerPlan(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
-from moestream.server.arguments import ServerSettings, flag_of
+from moestream.server.arguments import ServerSettings, flag_of, value_after
 from moestream.server.records import RecordStore, ServerRecord, make_private
 
 if TYPE_CHECKING:
@@ -59,10 +59,22 @@ class Learning:
     problem: str = ""
 
 
-def wishes(settings: ServerSettings, environment: Mapping[str, str]) -> Wishes:
+def is_by_card(settings: ServerSettings, backend: str) -> bool:
+    """Whether a card may look after its slots by itself: then it records nothing, and a server that has to looks after them instead. Pure."""
+    extra = settings.extra
+    on_cpu = any(flag_of(a) in ("--cpu-moe", "-cmoe") for a in (*extra, *settings.planned))
+    layers = value_after((*extra, *settings.planned), "-ngl", "--gpu-layers", "--n-gpu-layers")
+    others = settings.gpu_path == "copy" or settings.pool == "host" or settings.policy not in (None, "lru")
+    return backend == "cuda" and not (on_cpu or layers == "0" or others)
+
+
+def wishes(settings: ServerSettings, environment: Mapping[str, str], *, by_card: bool = False) -> Wishes:
     """What was asked for. Pure.
 
     A server has one map and one trace: one that the user gave, by a flag, after ``--`` or in llama-server's own environment, is it.
+
+    Args:
+        by_card: see :func:`is_by_card`; nothing is learned then unless it is asked for.
 
     Raises:
         MoestreamError: ``--learn on`` beside a trace of the user's own.
@@ -82,12 +94,12 @@ def wishes(settings: ServerSettings, environment: Mapping[str, str]) -> Wishes:
         kept_map = settings.map is None and not environment.get("LLAMA_ARG_MOE_MAP")
     return Wishes(
         use=kept_map and settings.warm != "off",  # the engine refuses a map that nothing is done with
-        learn=not traced and (kept_map if settings.learn is None else settings.learn == "on"),
+        learn=not traced and (kept_map and not by_card if settings.learn is None else settings.learn == "on"),
     )
 
 
 def plan_for(
-    settings: ServerSettings, facts: GgufFacts, store: RecordStore, environment: Mapping[str, str]
+    settings: ServerSettings, facts: GgufFacts, store: RecordStore, environment: Mapping[str, str], *, by_card: bool = False
 ) -> tuple[Learning | None, list[str]]:
     """Find the kept map of a model, after what crashed servers have left is added.
 
@@ -97,7 +109,7 @@ def plan_for(
     Raises:
         MoestreamError: the wishes contradict each other.
     """
-    wanted = wishes(settings, environment)
+    wanted = wishes(settings, environment, by_card=by_card)
     if not wanted.use and not wanted.learn:
         return None, []
     from moestream.routing import kept
@@ -109,6 +121,10 @@ def plan_for(
     except MoestreamError as error:  # a truncated model: the engine says so better
         return None, [f"warning: no router map is used or kept: {error.message}"]
     said = take_in_leftovers(store)
+    if not wanted.learn and wishes(settings, environment).learn:
+        said.append(
+            "notice: nothing is added to the kept router map: a card looks after its slots, and records nothing (--learn on: the host does both, slower)"
+        )
     if wanted.learn:
         try:
             kept.check_writable()

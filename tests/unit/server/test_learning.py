@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,43 @@ BOTH, NEITHER = Wishes(True, True), Wishes(False, False)
 )
 def test_wishes(given: dict[str, Any], environment: dict[str, str], meant: Wishes) -> None:
     assert wishes(ServerSettings(model=DEMO, **given), environment) == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "backend", "by_card"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"extra": ("-ngl", "99")}, "cuda", True),
+        ({"extra": ("-ngl", "0")}, "cuda", False),
+        ({"extra": ("--gpu-layers", "0", "--n-gpu-layers", "9")}, "cuda", True),
+        ({"extra": ("--cpu-moe",)}, "cuda", False),
+        ({"planned": ("-ngl", "99", "--cpu-moe")}, "cuda", False),
+        ({"policy": "heat"}, "cuda", False),
+        ({"policy": "lru"}, "cuda", True),
+        ({"gpu_path": "copy"}, "cuda", False),
+        ({"pool": "host"}, "cuda", False),
+    ],
+)
+def test_who_looks_after_the_slots(given: dict[str, Any], backend: str, by_card: bool) -> None:
+    assert learning.is_by_card(ServerSettings(model=DEMO, **given), backend) is by_card
+
+
+def test_a_card_that_looks_after_its_slots_records_nothing_unless_asked() -> None:
+    settings = ServerSettings(model=DEMO)
+    assert wishes(settings, {}, by_card=True) == Wishes(True, False)
+    assert wishes(replace(settings, learn="on"), {}, by_card=True) == BOTH
+
+
+def test_it_is_told_that_nothing_is_recorded(store: RecordStore) -> None:
+    facts = gguf_facts.read(DEMO)
+    made, said = learning.plan_for(ServerSettings(model=DEMO), facts, store, {}, by_card=True)
+    assert made is not None and not made.learn
+    assert said == [
+        "notice: nothing is added to the kept router map: a card looks after its slots, and records nothing "
+        "(--learn on: the host does both, slower)"
+    ]
+    assert learning.plan_for(ServerSettings(model=DEMO, learn="off"), facts, store, {}, by_card=True)[1] == []
 
 
 def test_two_traces() -> None:
