@@ -19,16 +19,12 @@ template <typename T> static void store(T & word, T value) {
     __atomic_store_n(&word, value, __ATOMIC_RELEASE);
 }
 
-static uint64_t align_up(uint64_t n) {
-    return (n + ram_tier::alignment - 1) / ram_tier::alignment * ram_tier::alignment;
-}
-
 ram_tier device_tier::plan(const std::vector<layer> & layers, uint64_t budget) {
     std::vector<ram_tier::layer_size> sizes;
     for (const layer & l : layers) {
         uint64_t bytes = 0;
         for (const part & p : l.parts) {
-            bytes += align_up(p.expert_bytes);
+            bytes += ram_tier::aligned(p.expert_bytes);
         }
         sizes.push_back({ bytes, l.parts.empty() ? 0 : l.n_expert, 0 });
     }
@@ -47,7 +43,7 @@ device_tier::device_tier(const options & opt, std::vector<layer> layers_in, read
         offsets.emplace_back();
         for (const part & p : l.parts) {
             offsets.back().push_back(pos);
-            pos += align_up(p.expert_bytes);
+            pos += ram_tier::aligned(p.expert_bytes);
         }
         n_part_max = std::max(n_part_max, l.parts.size());
     }

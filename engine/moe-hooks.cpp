@@ -1180,7 +1180,7 @@ static void lay_out_ring(moe_stream & moe) {
 static uint64_t slab_bytes(const std::vector<file_tensor> & tensors) {
     uint64_t n = 0;
     for (const file_tensor & t : tensors) {
-        n += align_up(t.expert_bytes, moe::ram_tier::alignment);
+        n += moe::ram_tier::aligned(t.expert_bytes);
     }
     return n;
 }

@@ -19,7 +19,7 @@ namespace moe {
 ram_tier::ram_tier(const std::vector<layer_size> & layers, uint64_t budget) {
     size_t n_expert = 0;
     for (const layer_size & l : layers) {
-        const uint64_t bytes = (l.expert_bytes + alignment - 1) / alignment * alignment;
+        const uint64_t bytes = aligned(l.expert_bytes);
         auto it = std::find_if(classes.begin(), classes.end(), [&](const size_class & c) { return c.slab_bytes == bytes; });
         if (it == classes.end()) {
             it = classes.insert(classes.end(), size_class());

@@ -31,6 +31,8 @@ public:
 
     // where in the buffer a slab begins; a multiple of alignment
     static constexpr uint64_t alignment = 64;
+    // what a part of an expert takes in a slab: each is aligned
+    static constexpr uint64_t aligned(uint64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
     uint64_t offset(int32_t slab) const { return slabs[slab].offset; }
 
     // the slab that holds the expert, or will; else -1

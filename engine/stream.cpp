@@ -15,15 +15,11 @@ static uint64_t now_us() {
     return (uint64_t) duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-static uint64_t align_up(uint64_t n, uint64_t to) {
-    return (n + to - 1) / to * to;
-}
-
 // of an expert in a slab, or in an entry for guesses: each part aligned
 static uint64_t slab_bytes(const layer_desc & d) {
     uint64_t n = 0;
     for (const expert_part & part : d.parts) {
-        n += align_up(part.expert_bytes, ram_tier::alignment);
+        n += ram_tier::aligned(part.expert_bytes);
     }
     return n;
 }
@@ -32,7 +28,7 @@ static uint64_t slab_bytes(const layer_desc & d) {
 static uint64_t offset_in_slab(const layer_desc & d, size_t i_part) {
     uint64_t n = 0;
     for (size_t i = 0; i < i_part; ++i) {
-        n += align_up(d.parts[i].expert_bytes, ram_tier::alignment);
+        n += ram_tier::aligned(d.parts[i].expert_bytes);
     }
     return n;
 }
