@@ -53,6 +53,10 @@ def slots_line(stats: Stats, *, requested: str = "", sleeping: bool = False) -> 
     text += f", overlap {'on' if raw.get('overlap') else 'off'}"
     if (placement := raw.get("placement", "cpu")) != "cpu":
         text += f", experts on {placement}"
+    if gpu := raw.get("gpu_path"):
+        path, reason = gpu.get("in_force"), gpu.get("reason")
+        text += {"mailbox": ", the card looks after its slots", "copy": ", the host looks after the card's slots"}.get(path, "")
+        text += f" ({reason})" if reason and path == "copy" else ""
     if ram := (raw.get("memory") or {}).get("ram_bytes"):
         text += f", {size(ram)} of RAM for experts without a slot"
     if (prefetch := raw.get("prefetch") or {}) and not prefetch.get("reason"):

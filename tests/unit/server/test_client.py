@@ -62,6 +62,12 @@ def test_stats_are_asked_with_the_key() -> None:
     on_a_card = replace(stats, raw={**stats.raw, "placement": "CUDA0", "memory": {**stats.memory, "device_bytes": 2048}})
     assert report.memory_line(on_a_card) == "4.0 KiB in all, 2.0 KiB of it on devices: expert slots 1.5 KiB"
     assert report.slots_line(on_a_card).endswith(", experts on CUDA0")
+    for path, said in (
+        ({"in_force": "mailbox", "reason": "as asked"}, ", the card looks after its slots"),
+        ({"in_force": "copy", "reason": "--moe-trace"}, ", the host looks after the card's slots (--moe-trace)"),
+        ({"in_force": "resident", "reason": ""}, ", experts on CUDA0"),
+    ):
+        assert report.slots_line(replace(on_a_card, raw={**on_a_card.raw, "gpu_path": path})).endswith(said)
     assert report.traffic_line(stats) == ("hit rate 75.0%, 3 hits, 1 misses, 3.0 MiB read, 2 ms stalled, 2 READ ERRORS")
 
 
