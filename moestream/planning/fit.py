@@ -21,6 +21,7 @@ from moestream.sizes import parse_size
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 DEFAULT_PARALLEL = 4  # llama-server's, when nobody says
+PROMPT_CACHE_MIB = 8192  # likewise
 _OFF = ("0", "false", "off", "disabled")  # as upstream reads switches in the environment
 
 # What takes memory that no plan reckons with: the flags, and llama-server's variables for them.
@@ -133,6 +134,7 @@ def wishes_of(
         io=said.value("LLAMA_ARG_MOE_IO", "--moe-io") or "auto",
         repacked=frozenset() if repacks is False else repacked,
         threads=threads if threads is not None and threads > 0 else None,
+        prompt_cache_given=said.value("LLAMA_ARG_CACHE_RAM", "-cram", "--cache-ram") is not None,
     )
 
 
@@ -161,6 +163,7 @@ class Chosen:
         staging: for ``--moe-staging``.
         threads: for ``--threads``.
         placement: where weights go, with a GPU.
+        prompt_cache_mib: for ``--cache-ram``: what llama-server may keep of old prompts; it would take up to PROMPT_CACHE_MIB.
     """
 
     slots: str
@@ -168,6 +171,7 @@ class Chosen:
     staging: str | None = None
     threads: int | None = None
     placement: tuple[str, ...] = ()
+    prompt_cache_mib: int | None = None
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -177,6 +181,8 @@ class Chosen:
             argv += ["--moe-staging", self.staging]
         if self.threads is not None:
             argv += ["-t", str(self.threads)]
+        if self.prompt_cache_mib is not None:
+            argv += ["--cache-ram", str(self.prompt_cache_mib)]
         return tuple(argv)
 
 
@@ -206,7 +212,14 @@ def choose(wishes: Wishes, settled: Settled, budget: Budget, *, default_threads:
         staging,
         budget.cores if wishes.threads is None and budget.cores < default_threads else None,
         placement,
+        prompt_cache_mib(wishes, settled),
     )
+
+
+def prompt_cache_mib(wishes: Wishes, settled: Settled) -> int | None:
+    """What is left for llama-server's cache of old prompts, in MiB; None where that is no less than it would take, or the user has said."""
+    left = max(0, settled.memory.usable_bytes - settled.memory.budgeted_bytes) >> 20
+    return None if wishes.prompt_cache_given or left >= PROMPT_CACHE_MIB else left
 
 
 def threads(wishes: Wishes, budget: Budget) -> int:
@@ -234,12 +247,14 @@ def line(wishes: Wishes, settled: Settled, budget: Budget) -> str:
     """The same for a person, and why so."""
     memory = settled.memory
     n = threads(wishes, budget)
+    cache = prompt_cache_mib(wishes, settled)
     parts = [
         f"{memory.slots} of {memory.n_expert} experts a layer in slots",
         f"staging {memory.staging}" if memory.staging != "none" else "",
         f"{report.size(memory.sizes.ram_bytes)} of RAM tier" if memory.sizes.ram_bytes else "",
         "the rest on the GPU" if settled.on_gpu else "",
         f"{n} thread{'' if n == 1 else 's'}",
+        "" if cache is None else f"{cache} MiB for old prompts",
     ]
     return (
         f"planned: {', '.join(filter(None, parts))}; needs {report.size(memory.budgeted_bytes)} of the "

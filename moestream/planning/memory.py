@@ -46,6 +46,7 @@ class Wishes:
         io: ``auto``, ``direct`` or ``buffered``.
         repacked: ggml types whose weights are repacked for the processor.
         threads: to compute with; None: as many as there are cores.
+        prompt_cache_given: somebody has said how much llama-server may keep of old prompts.
     """
 
     context: ContextShape
@@ -58,6 +59,7 @@ class Wishes:
     io: str = "auto"
     repacked: frozenset[str] = REPACKED_X86
     threads: int | None = None
+    prompt_cache_given: bool = False
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,10 @@ def test_architectures_that_cannot_be_planned(facts: GgufFacts) -> None:
 CONTEXT = ContextShape(2048, 1, False)
 
 
+def wished(**more: object) -> Wishes:
+    return Wishes(CONTEXT, **{"prompt_cache_given": True, **more})
+
+
 def chosen(
     facts: GgufFacts, asked: Wishes, mib: int, *, cores: int = 2, default: int = 2, vram: int | None = None
 ) -> fit.Chosen:
@@ -122,16 +126,16 @@ def chosen(
 
 def test_slots_that_a_plan_chose_come_with_its_way_of_staging(facts: GgufFacts) -> None:
     """The engine decides about staging by another rule when it is given a number."""
-    assert chosen(facts, Wishes(CONTEXT), 1 << 10) == fit.Chosen("all")
-    small = chosen(facts, Wishes(CONTEXT), 60)
+    assert chosen(facts, wished(), 1 << 10) == fit.Chosen("all")
+    small = chosen(facts, wished(), 60)
     assert small.slots.isdigit() and small.staging == "ring" and small.arguments == ("--moe-staging", "ring")
-    assert chosen(facts, Wishes(CONTEXT, staging="full"), 60).staging is None, "the user has said so"
-    assert chosen(facts, Wishes(CONTEXT, slots=8), 60).staging is None, "the engine decides likewise"
+    assert chosen(facts, wished(staging="full"), 60).staging is None, "the user has said so"
+    assert chosen(facts, wished(slots=8), 60).staging is None, "the engine decides likewise"
 
 
 def test_a_tier_of_what_is_left_is_a_size(facts: GgufFacts) -> None:
     """Else the engine would reckon with the memory of the machine, and not with the budget."""
-    asked = Wishes(CONTEXT, slots=8, ram_tier_bytes=RAM_AUTO)
+    asked = wished(slots=8, ram_tier_bytes=RAM_AUTO)
     tier = chosen(facts, asked, 70).ram_tier
     assert tier is not None and tier.isdigit()
     assert int(tier) == settle(facts, Budget(70 * MIB, "--ram", 2), asked).memory.tier_bytes > MIB
@@ -140,20 +144,40 @@ def test_a_tier_of_what_is_left_is_a_size(facts: GgufFacts) -> None:
 
 
 def test_threads_under_a_quota(facts: GgufFacts) -> None:
-    assert chosen(facts, Wishes(CONTEXT), 1 << 10, cores=1, default=8).arguments == ("-t", "1")
-    assert chosen(facts, Wishes(CONTEXT, threads=3), 1 << 10, cores=1, default=8).arguments == ()
+    assert chosen(facts, wished(), 1 << 10, cores=1, default=8).arguments == ("-t", "1")
+    assert chosen(facts, wished(threads=3), 1 << 10, cores=1, default=8).arguments == ()
 
 
 def test_a_gpu_takes_all_but_experts_or_nothing(facts: GgufFacts) -> None:
-    assert chosen(facts, Wishes(CONTEXT), 60, vram=1 << 30).placement == ("--cpu-moe", "-ngl", "99")
-    assert chosen(facts, Wishes(CONTEXT), 60, vram=8 * MIB).placement == ("-ngl", "0")
+    assert chosen(facts, wished(), 60, vram=1 << 30).placement == ("--cpu-moe", "-ngl", "99")
+    assert chosen(facts, wished(), 60, vram=8 * MIB).placement == ("-ngl", "0")
 
 
 def test_in_a_line(facts: GgufFacts) -> None:
-    asked = Wishes(CONTEXT, ram_tier_bytes=4 * MIB)
+    asked = wished(ram_tier_bytes=4 * MIB)
     budget = Budget(64 * MIB, "cgroup /a", 1)
     settled = settle(facts, budget, asked)
     said = fit.line(asked, settled, budget)
     assert "\n" not in said
     assert said.startswith(f"planned: {settled.memory.slots} of 64 experts a layer in slots, staging ring of 64, ")
     assert "of RAM tier, 1 thread; needs " in said and said.endswith("(64.0 MiB by cgroup /a, less a margin)")
+
+
+def test_what_is_left_is_for_old_prompts(facts: GgufFacts) -> None:
+    """llama-server keeps up to 8 GiB of them beside everything that was planned."""
+    asked = Wishes(CONTEXT)
+    for mib in (60, 300, 1 << 10):
+        budget = Budget(mib * MIB, "--ram", 2)
+        memory = settle(facts, budget, asked).memory
+        left = max(0, memory.usable_bytes - memory.budgeted_bytes) // MIB
+        assert chosen(facts, asked, mib).arguments[-2:] == ("--cache-ram", str(left))
+        assert f", {left} MiB for old prompts; needs " in fit.line(asked, settle(facts, budget, asked), budget)
+    assert chosen(facts, asked, 32 << 10).prompt_cache_mib is None, "there is room for all that it takes"
+    assert chosen(facts, replace(asked, slots=60), 50).prompt_cache_mib == 0, "there is less than nothing"
+
+
+@pytest.mark.parametrize("said", [("-cram", "9"), ("--cache-ram", "9")])
+def test_old_prompts_as_the_user_says(facts: GgufFacts, said: tuple[str, str]) -> None:
+    assert wishes(facts, *said).prompt_cache_given
+    assert fit.wishes_of(["llama-server"], {"LLAMA_ARG_CACHE_RAM": "0"}, facts, repacked=frozenset()).prompt_cache_given
+    assert not wishes(facts).prompt_cache_given

@@ -38,7 +38,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan(facts: GgufFacts, backend: str = "cpu", environment: dict[str, str] | None = None, **settings: Any) -> Planned:
     asked = ServerSettings(**{"model": DEMO, "ctx": 2048, "parallel": 1, **settings})
     engine: Any = SimpleNamespace(id=f"e-{backend}", backend=backend)
-    return planned.plan_for(asked, facts, engine, environment or {})
+    return planned.plan_for(asked, facts, engine, {"LLAMA_ARG_CACHE_RAM": "9"} if environment is None else environment)
 
 
 def refusal(facts: GgufFacts, *more: Any, **settings: Any) -> MoestreamError:
@@ -198,3 +198,11 @@ def test_a_plan_that_does_not_hold(available: int, hint: str) -> None:
         f"the plan does not hold: 30 slots a layer take 73.0 MiB in all, and {available}.0 MiB are available (cgroup /a)"
     )
     assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("slots", ["auto", "8"])
+def test_llama_server_may_keep_old_prompts_in_what_is_left(facts: GgufFacts, slots: str) -> None:
+    made = plan(facts, environment={}, slots=slots)
+    at = made.settings.planned.index("--cache-ram")
+    assert 0 <= int(made.settings.planned[at + 1]) < 60
+    assert "--cache-ram" not in plan(facts, environment={}, slots=slots, extra=("-cram", "5")).settings.planned
