@@ -8,12 +8,14 @@ checked here.
 from __future__ import annotations
 
 import ctypes
+import difflib
 import importlib
 import importlib.metadata
+import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +27,7 @@ from moestream.upstream.engines import Engine
 from moestream.upstream.pin import load_pin
 
 PACKAGE = "llama-cpp-python"
-INSTALL = 'pip install "moestream[python]" -C cmake.args=-DLLAMA_BUILD=OFF'
+INSTALL = "pip install '.[python]' -C cmake.args=-DLLAMA_BUILD=OFF, in a checkout of moestream"
 _SLOTS = {"all": -2, "auto": -1, "map": -3}  # as in engine/moe-api.h
 _RAM_AUTO = -1
 # the settings of a model that a metadata override can carry: name here, key of the engine, type
@@ -50,6 +52,22 @@ def in_python_words(text: str) -> str:
         text.replace("(-ub)", "(n_ubatch)").replace("--load-mode none", "use_mmap=False").replace("--slots off", "slots=None")
     )
     return re.sub(r"--(?:moe-)?([a-z][a-z-]*)", lambda m: m[1].replace("-", "_"), text)
+
+
+def check_keywords(of: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """llama-cpp-python swallows every keyword, so that a slip would go unnoticed.
+
+    Args:
+        of: what they are passed on to.
+
+    Raises:
+        TypeError: one that it does not have.
+    """
+    known = {name for name, p in inspect.signature(of).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known | {"slots", "ram", "map", *_PLAIN}, 1)
+            raise TypeError(f"moestream.Llama has no argument {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def overrides(settings: Mapping[str, Any]) -> dict[str, bool | int | str]:

@@ -25,8 +25,9 @@ def locate(merged: Merged) -> Path:
         hint = "; or ".join(filter(None, ["moestream start --model FILE", known]))
         raise MoestreamError("no model is given", hint=hint, exit_code=2)
     path = Path(text)
-    if merged.name is None and known and path.name == text and not text.endswith(".gguf") and not os.path.lexists(path):
-        raise MoestreamError(f"--model {text}: neither a file nor a name that is known", hint=known)
+    if merged.name is None and path.name == text and not text.endswith(".gguf") and not os.path.lexists(path):
+        none = "no moestream.yaml names a model (moestream config path); pulled ones have names with a / (moestream list)"
+        raise MoestreamError(f"--model {text}: neither a file nor a name that is known", hint=known or none)
     return store.locate(path)
 
 

@@ -92,6 +92,7 @@ class Llama(_llama_cpp.Llama):  # type: ignore[misc, name-defined]
             "overlap": overlap, "ram": ram, "prefetch": prefetch, "gpu_path": gpu_path, "pool": pool, "require_gpu": require_gpu, "map": map, "map_pin": map_pin, "warm": warm, "trace": trace,
             "trace_limit": trace_limit,
         }  # fmt: skip
+        bindings.check_keywords(super().__init__, more)
         ours = bindings.overrides(settings)
         for key in kv_overrides or ():
             if key.startswith("moestream."):

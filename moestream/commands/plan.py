@@ -204,7 +204,16 @@ def machine_of(measured: Measured, ram: int | None, vram: int | None) -> Machine
 
 def _command(subject: Subject, merged: Merged, chosen: Chosen, wishes: Wishes, types: tuple[str | None, str | None]) -> str:
     """What to start with: the plan's decisions, and what was asked for beside them."""
-    words = ["moestream", "start", "--model", subject.name, "--slots", chosen.slots, "--ctx", str(wishes.context.n_ctx)]
+    words = [
+        "moestream",
+        "start",
+        "--model",
+        merged.name or subject.name,
+        "--slots",
+        chosen.slots,
+        "--ctx",
+        str(wishes.context.n_ctx),
+    ]
     if merged["parallel"] is not None:
         words += ["--parallel", str(merged["parallel"])]
     ram_tier = chosen.ram_tier or merged["ram_tier"]
@@ -373,6 +382,10 @@ def plan_command(
     machine = machine_of(
         measured, None if ram is None else parse_size("--ram", ram), None if vram is None else parse_size("--vram", vram)
     )
+    if machine.vram_bytes is not None and not _engine_uses_gpu():
+        notices.append(
+            "the command below needs an engine for the card: moestream build --backend cuda; the one in use computes on the CPU alone"
+        )
     if slots == "auto" and machine.vram_bytes is not None and not settings.has_budget:
         notices.append(
             "start leaves --slots auto to the engine, in the memory of the card; the command below has the slots in RAM"
@@ -460,7 +473,8 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
         *checking.memory(made.memory.sizes.as_json(), stats.memory),
         checking.Deviation("hit_rate", made.speed.hit_rate, stats.hit_rate, None),
         checking.Deviation("read_bytes_per_token", made.speed.read_bytes, stats.total("bytes_read") / n_token if n_token else None, None),
-        checking.Deviation("tokens_per_s", made.speed.tokens_per_s, rate, checking.SPEED_TOLERANCE),
+        # what memory or arithmetic limits is a bound, which kernels do not reach
+        checking.Deviation("tokens_per_s", made.speed.tokens_per_s, rate, checking.SPEED_TOLERANCE if made.speed.limit == "disk" else None),
         checking.Deviation("tokens_per_s_at_reported_hits", with_real_hits.tokens_per_s, rate, None),
     ]  # fmt: skip
     wrong = checking.failed(deviations)

@@ -38,7 +38,7 @@ def _figure_class() -> Any:
     except ImportError as error:
         raise MoestreamError(
             f"--plot needs matplotlib, which cannot be imported: {error}",
-            hint='pip install "moestream[plot]", or leave out --plot',
+            hint="pip install matplotlib, or leave out --plot",
         ) from error
 
 

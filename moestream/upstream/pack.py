@@ -280,7 +280,7 @@ def _read_elf(path: Path) -> _Elf:
         from elftools.elf.gnuversions import GNUVerNeedSection
     except ImportError as error:
         raise MoestreamError(
-            "pack-bins needs pyelftools, which is not installed", hint=f"{sys.executable} -m pip install 'moestream[build]'"
+            "pack-bins needs pyelftools, which is not installed", hint=f"{sys.executable} -m pip install pyelftools"
         ) from error
     needed, search, glibc = [], [], ""
     try:

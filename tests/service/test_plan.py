@@ -170,7 +170,20 @@ def test_text_names_the_figures(home: Home) -> None:
     assert done.returncode == 0 and done.stderr == ""
     assert "16 of 64 in each layer" in done.stdout and "\n16 *" in done.stdout and "assumed" in done.stdout
     assert "start with: moestream start" in done.stdout
-    assert done.stdout.rstrip().endswith("--slots 16 --ctx 2048 --ram-tier 4MiB -- --cache-type-k q8_0")
+    assert re.search(r"--slots 16 --ctx 2048 --ram-tier 4MiB -- --cache-type-k q8_0 --cache-ram \d+$", done.stdout.rstrip())
+
+
+def test_a_card_and_an_engine_without_code_for_it(home: Home) -> None:
+    done = home.run("plan", str(DEMO), "--ram", "1GiB", "--vram", "1GiB")
+    assert done.returncode == 0
+    assert "the command below needs an engine for the card: moestream build --backend cuda" in done.stdout + done.stderr
+
+
+def test_the_command_of_a_name_starts_the_name(home: Home) -> None:
+    folder = home.folder / "config"
+    folder.mkdir()
+    (folder / "moestream.yaml").write_text(f"models: {{coder: {{model: {DEMO}, ram: 1GiB, policy: heat}}}}\n")
+    assert plan(home, "coder")["command"].startswith("moestream start --model coder --slots ")
 
 
 def test_settings_of_moestream_yaml(home: Home) -> None:

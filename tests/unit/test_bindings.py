@@ -108,3 +108,13 @@ def test_other_names_are_not_there() -> None:
 
     with pytest.raises(AttributeError, match="has no attribute 'Lama'"):
         moestream.Lama  # noqa: B018
+
+
+def test_a_keyword_that_nobody_has_is_noticed() -> None:
+    def init(self: object, model_path: str, *, n_ctx: int = 512, seed: int = 1, **kwargs: object) -> None: ...
+
+    bindings.check_keywords(init, {"n_ctx": 1, "seed": 2})
+    with pytest.raises(TypeError, match=r"moestream.Llama has no argument 'slotz'; did you mean slots[?]"):
+        bindings.check_keywords(init, {"slotz": 3})
+    with pytest.raises(TypeError, match=r"has no argument 'zzzzzz'$"):
+        bindings.check_keywords(init, {"zzzzzz": 3})

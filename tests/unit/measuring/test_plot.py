@@ -52,7 +52,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MoestreamError, match="--plot needs matplotlib, which cannot be imported") as caught:
         plot.check(tmp_path / "a.png")
-    assert caught.value.hint == 'pip install "moestream[plot]", or leave out --plot'
+    assert caught.value.hint == "pip install matplotlib, or leave out --plot"
 
 
 def test_a_plot_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
