@@ -140,11 +140,16 @@ def measure(subject: Subject) -> Measured:
     )  # fmt: skip
 
 
-def hit_model(subject: Subject, map_path: Path | None, trace_path: Path | None, wishes: Wishes, available: int) -> HitModel:
+def hit_model(
+    subject: Subject, map_path: Path | None, trace_path: Path | None, wishes: Wishes, available: int, notices: list[str]
+) -> HitModel:
     """From the best that is known of the model's routing: a trace, a map that is given, the kept one, or nothing.
 
+    Args:
+        notices: gets why the kept map is left out, if it is.
+
     Raises:
-        MoestreamError: the map or trace cannot be read, or is of another model.
+        MoestreamError: the map or trace that is given cannot be read, or is of another model.
     """
     facts = subject.facts
     if not facts.is_moe:
@@ -155,8 +160,12 @@ def hit_model(subject: Subject, map_path: Path | None, trace_path: Path | None, 
         router_map, name = maps.read(map_path), str(map_path)
         _check_map(subject, map_path, router_map)
     elif not subject.is_remote:
-        router_map = kept.read_for(facts, own := fingerprint(facts))
+        own = fingerprint(facts)
         name = str(kept.path_of(own))
+        try:
+            router_map = kept.read_for(facts, own)
+        except MoestreamError as error:  # start goes on without it, too
+            notices.append(f"the kept router map is not used: {error.message} ({error.hint})")
     if router_map is not None and router_map.tokens > 0:
         model = hits.of_map(facts, router_map, name)
     if trace_path is None:
@@ -392,7 +401,7 @@ def plan_command(
         )
     if facts.is_moe and facts.expert_bytes >= memory.PROBE_BYTES_MIN:
         wishes = replace(wishes, in_flight_expected=memory.in_flight_chosen(measured.drive.rates))
-    model = hit_model(subject, settings.map, trace_path, wishes, machine.available_bytes)
+    model = hit_model(subject, settings.map, trace_path, wishes, machine.available_bytes, notices)
     made = make_plan(facts, machine, wishes, model, target_tps=target_tps)
     made = replace(made, notices=(*made.notices, *notices, *filter(None, [measured.busy])))
     data = as_json(subject, measured, machine, wishes, made, target_tps)
@@ -458,7 +467,8 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
     # What was available to the server when it started, which may have a limit of its own; else what there is now, and what it has taken.
     now = machine.available_bytes + stats.memory.get("total_bytes", 0)
     machine = replace(machine, available_bytes=record.available_bytes or now)
-    model = hit_model(subject, map_path, None, wishes, machine.available_bytes)
+    notices: list[str] = []
+    model = hit_model(subject, map_path, None, wishes, machine.available_bytes, notices)
     wanted = memory.decide(facts, wishes, machine.available_bytes).slots
     real = int(raw["slots"])
     made = make_plan(facts, machine, replace(wishes, slots=real), model)
@@ -480,7 +490,7 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
     wrong = checking.failed(deviations)
     data = {
         "port": record.port, "model": record.model, "held": not wrong, "hit_rate_source": model.source, "tokens_per_s_from": how,
-        "notices": list(filter(None, [measured.busy])), "staging_predicted": made.memory.staging, "staging_reported": raw.get("staging"),
+        "notices": list(filter(None, [*notices, measured.busy])), "staging_predicted": made.memory.staging, "staging_reported": raw.get("staging"),
         "deviations": [d.as_json() for d in deviations],
     }  # fmt: skip
     busy = f"\nnotice: {measured.busy}" if measured.busy else ""

@@ -134,9 +134,14 @@ def record(
     with files.replacing(out, "trace") as fresh:  # until there is a new one, the old one stays
         stats, log = _run([*program, "--moe-trace", str(fresh)])
         trace = replace(traces.read(fresh), path=out)
-    log = log.replace(str(fresh), str(out))
-    notices = [line.partition("moestream: ")[2] or line for line in log.splitlines() if "recording the trace" in line]
-    notice = notices[0] if notices else None
+        log = log.replace(str(fresh), str(out))
+        notices = [line.partition("moestream: ")[2] or line for line in log.splitlines() if "recording the trace" in line]
+        notice = notices[0] if notices else None
+        if trace.n_tokens == 0:
+            raise MoestreamError(
+                f"nothing was recorded: {notice or 'no token was computed'}",
+                hint="another place for --output, or free space there",
+            )
     totals = stats["totals"]
     data = {**_facts(trace), "slots": stats["slots"], "policy": stats["policy"], "stats": stats, "notice": notice}
     n = totals["hits"] + totals["misses"]

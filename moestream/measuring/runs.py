@@ -232,6 +232,7 @@ class Bench:
         vram = machine.vram_used_bytes()
         supervisor = self._supervisor = Supervisor(plan)
         watch: machine.Watch | None = None
+        went_well = False
         try:
             begun = time.monotonic()
             supervisor.start()
@@ -251,6 +252,7 @@ class Bench:
                 server = _Server(side, plan, supervisor, watch, asker, client, load_s, share, begun)
                 self.outcome.engine_facts.setdefault(side.name, server.facts())
                 yield server
+            went_well = True
         finally:
             if watch is not None:
                 watch.close()
@@ -259,6 +261,8 @@ class Bench:
                 supervisor.process.request_kill()
             supervisor.stop()
             self._supervisor = None
+            if went_well:  # nobody looks at its log, which would take the place of another server's
+                Path(plan.log_path).unlink(missing_ok=True)
 
 
 class _Server:

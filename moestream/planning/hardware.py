@@ -229,7 +229,9 @@ def memory_rate(n_thread: int, limit_s: float = 0.12) -> float:
     """
     import numpy as np
 
-    size = max(1 << 20, _COPY_BYTES // n_thread)
+    memory = proc.available_memory()
+    most = _COPY_BYTES if memory is None else min(_COPY_BYTES, memory.available_bytes // 16)
+    size = max(1 << 20, most // n_thread)
     pairs = [(np.ones(size, np.uint8), np.ones(size, np.uint8)) for _ in range(n_thread)]  # ones: the pages are there
     best, start = 0.0, time.perf_counter()
     while not best or time.perf_counter() - start < limit_s:

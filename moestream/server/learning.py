@@ -219,7 +219,7 @@ def take_in(recorded: Path, *, last_try: bool = False) -> list[str]:
     """Add a trace to the kept map, and delete it. Returns lines to be told.
 
     Args:
-        last_try: delete it too when it cannot be added; else the next start tries again.
+        last_try: delete it when it is no trace that could ever be added; else the next start tries again.
     """
     try:
         from moestream.routing import kept
@@ -227,7 +227,7 @@ def take_in(recorded: Path, *, last_try: bool = False) -> list[str]:
         kept_path, tokens, complaint = kept.take_in(recorded)
     except (MoestreamError, OSError, MemoryError, ImportError) as error:  # ImportError: moestream was replaced meanwhile
         why = error.message if isinstance(error, MoestreamError) else str(error)
-        if last_try:
+        if last_try and not _is_readable(recorded):
             with contextlib.suppress(OSError):
                 recorded.unlink(missing_ok=True)
         what_now = "the next start tries again" if recorded.exists() else "it is lost"
@@ -236,6 +236,18 @@ def take_in(recorded: Path, *, last_try: bool = False) -> list[str]:
     if tokens:
         said.append(f"notice: the choices of {_count(tokens)} are added to the router map {kept_path}")
     return said
+
+
+def _is_readable(recorded: Path) -> bool:
+    try:
+        from moestream.routing import trace
+
+        trace.read(recorded)
+    except (MoestreamError, OSError):
+        return False
+    except (MemoryError, ImportError):
+        pass
+    return True
 
 
 def take_in_leftovers(store: RecordStore) -> list[str]:

@@ -164,9 +164,12 @@ def test_a_model_that_goes_away_keeps_what_there_was(home: Home, tmp_path: Path)
     shutil.copyfile(DEMO, model)
     command = home.popen("bench", str(model), *SHORT, "--runs", "2", "--cold", "--json", fake="slow-answer=0.1")
 
+    seen: set[str] = set()
+
     def measuring() -> bool:
-        """The server of the first round, behind the one whose output was compared."""
-        return len(list((home.folder / "state" / "servers").glob("*.log"))) == 2
+        """The server of the first round, behind the one whose output was compared, and whose log is gone."""
+        seen.update(path.name for path in (home.folder / "state" / "servers").glob("*.log"))
+        return len(seen) == 2
 
     until(measuring, "the first round")
     until(home.servers, "its server")
@@ -176,6 +179,15 @@ def test_a_model_that_goes_away_keeps_what_there_was(home: Home, tmp_path: Path)
     assert (command.returncode, home.servers()) == (1, [])
     assert [run["round"] for run in json.loads(out)["runs"]] == [0]
     assert str(model) in last_lines(said)[0]
+
+
+def test_logs_of_other_servers_stay(home: Home) -> None:
+    folder = home.folder / "state" / "servers"
+    folder.mkdir(parents=True, mode=0o700)
+    for port in range(19000, 19004):
+        (folder / f"{port}.log").write_text("of a server that is no more")
+    assert home.run("bench", str(DEMO), *SHORT, "--runs", "3", "--cold").returncode == 0
+    assert sorted(p.name for p in folder.glob("*.log")) == [f"{port}.log" for port in range(19000, 19004)]
 
 
 def newest_log(home: Home) -> list[Path]:

@@ -202,6 +202,9 @@ def test_a_folder_that_cannot_be_written(home: Home, own: str, records: str) -> 
     assert f"warning: what was recorded is not added to the kept router map: cannot write to {maps}: " in errors
     assert errors.endswith("; the next start tries again\nstopped\n")
     assert len(leftovers(home)) == 1
+    _, told = detached(home, "--learn", "off")  # nothing has changed: it waits on
+    assert told.count("; the next start tries again") == 1 and home.run("stop").returncode == 0
+    assert len(leftovers(home)) == 1
     maps.unlink()
     report, _ = detached(home)
     assert report["kept_map"]["tokens"] == N_TOKENS

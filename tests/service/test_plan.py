@@ -261,3 +261,19 @@ def test_check_of_a_server_that_reports_other_bytes(home: Home) -> None:
         *(d["name"] for d in answer["deviations"] if d["name"].endswith("_bytes")),
     }
     assert next(d for d in answer["deviations"] if d["name"] == "tokens_per_s")["reported"] is None
+
+
+@pytest.mark.parametrize("kept", ["{", "folder"])
+def test_a_damaged_kept_map_is_left_out(home: Home, kept: str) -> None:
+    from moestream import gguf_facts
+    from moestream.routing.fingerprint import fingerprint
+
+    path = home.folder / "data" / "maps" / f"{fingerprint(gguf_facts.read(DEMO))}.json"
+    path.parent.mkdir(parents=True)
+    if kept == "folder":
+        path.mkdir()
+    else:
+        path.write_text(kept)
+    answer = plan(home, str(DEMO), "--ram", "1GiB")
+    assert answer["hit_rate_source"] == "assumed"
+    assert any(notice.startswith("the kept router map is not used: ") for notice in answer["notices"])
