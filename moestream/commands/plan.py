@@ -20,8 +20,8 @@ from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
 from moestream.models import names
 from moestream.models.store import ModelStore
+from moestream.planning import card, fit, hardware, hits, link, memory, remote, speed
 from moestream.planning import check as checking
-from moestream.planning import fit, hardware, hits, memory, remote, speed
 from moestream.planning.fit import Chosen, check_cache_type
 from moestream.planning.hits import HitModel
 from moestream.planning.memory import Wishes
@@ -344,6 +344,7 @@ def as_text(data: dict[str, Any], made: Plan, measured: Measured) -> str:
         ("hit rate", f"{s.hit_rate:.1%} ({made.hits.words})"),
         ("decode", f"{_tps(s)} tok/s, limited by {_LIMITS[s.limit]}; {report.size(s.read_bytes)} read per token"),
         ("first token", f"{first} (prompt of {speed.PROMPT_TOKENS})"),
+        ("on the card", _card_text(data["card"])),
         *((("notice" if i == 0 else ""), text) for i, text in enumerate(made.notices)),
     ]  # fmt: skip
     head = ["slots", "memory", "hit rate", "MiB/token", "tok/s", "512 tokens", "limit", "fits"]
@@ -355,7 +356,26 @@ def as_text(data: dict[str, Any], made: Plan, measured: Measured) -> str:
         ]
         for row in made.rows
     ]  # fmt: skip
-    return f"{report.table(rows)}\n\n{text_table([head, *table])}\n\nstart with: {data['command']}"
+    on_card = data["card"] and data["card"]["command"]
+    other = f"\nor with slots on the card: {on_card}" if on_card else ""
+    return f"{report.table(rows)}\n\n{text_table([head, *table])}\n\nstart with: {data['command']}{other}"
+
+
+def _card_text(on_card: dict[str, Any] | None) -> str | None:
+    if on_card is None:
+        return None
+    can = f"{report.size(on_card['usable_bytes'])} of the {report.size(on_card['free_bytes'])} free there may be used"
+    if on_card["slots"] < on_card["least_slots"]:
+        return f"no: {on_card['least_slots']} slots, what one token uses, do not fit; {can}"
+    text = f"{on_card['slots']} of {on_card['n_expert']} slots in each layer, {report.size(on_card['budgeted_bytes'])}; {can}"
+    if not on_card["fits"]:
+        text += ": they do not fit"
+    if on_card["slots"] >= on_card["n_expert"]:
+        return f"{text}; nothing is streamed then"
+    text += f"; {report.size(on_card['ram_tier_bytes'])} of locked RAM below; hit rate {on_card['hit_rate']:.1%}, {report.size(round(on_card['missed_bytes']))} a token over the link"
+    link_bytes_s, most = on_card["link_bytes_s"], on_card["tokens_per_s_at_most"]
+    text += f" ({_rate(link_bytes_s)})"
+    return f"{text}: at most {most:.1f} tok/s, however fast the card computes" if most else text
 
 
 def plan_command(
@@ -396,9 +416,7 @@ def plan_command(
             "the command below needs an engine for the card: moestream build --backend cuda; the one in use computes on the CPU alone"
         )
     if slots == "auto" and machine.vram_bytes is not None and not settings.has_budget:
-        notices.append(
-            "start leaves --slots auto to the engine, in the memory of the card; the command below has the slots in RAM"
-        )
+        notices.append("start leaves --slots auto to the engine, in the memory of the card, as the second command has it")
     if facts.is_moe and facts.expert_bytes >= memory.PROBE_BYTES_MIN:
         wishes = replace(wishes, in_flight_expected=memory.in_flight_chosen(measured.drive.rates))
     model = hit_model(subject, settings.map, trace_path, wishes, machine.available_bytes, notices)
@@ -407,7 +425,26 @@ def plan_command(
     data = as_json(subject, measured, machine, wishes, made, target_tps)
     chosen = fit.choose(wishes, made.settled, machine.budget, default_threads=hardware.default_threads())
     data["command"] = _command(subject, merged, chosen, wishes, types)
+    data["card"] = _card_json(subject, merged, measured, machine, wishes, made, types)
     return Result("plan", data, as_text(data, made, measured))
+
+
+def _card_json(
+    subject: Subject, merged: Merged, measured: Measured, machine: Machine, wishes: Wishes, made: Plan,
+    types: tuple[str | None, str | None],
+) -> dict[str, Any] | None:  # fmt: skip
+    """The other layout where there is a card: slots in its memory. With its command; None without a card."""
+    if machine.vram_bytes is None:
+        return None
+    on_card = card.decide(
+        subject.facts, wishes, made.hits, free_bytes=machine.vram_bytes, available_bytes=machine.available_bytes,
+        link_bytes_s=link.bytes_per_s() if measured.gpus else None, disk_bytes_s=measured.drive.bytes_s,
+    )  # fmt: skip
+    command = None
+    if on_card.slots >= on_card.least_slots:
+        slots = "all" if on_card.slots >= on_card.n_expert else str(on_card.slots)
+        command = _command(subject, merged, fit.Chosen(slots, placement=("-ngl", "99")), wishes, types)
+    return {**on_card.as_json(), "command": command}
 
 
 # --- whether it came true --------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def _activations(facts: GgufFacts, n_used: int) -> int:
     return 6 * facts.n_embd + n_used * (2 * n_ff + facts.n_embd)
 
 
-def _half_bytes(facts: GgufFacts, layers: tuple[int, ...]) -> int:
+def half_bytes(facts: GgufFacts, layers: tuple[int, ...]) -> int:
     return max(
         (sum(_align(t.size_bytes + TENSOR_PAD, 4096) for t in facts.layer_tensors(layer)) for layer in layers), default=0
     )
@@ -196,7 +196,7 @@ def _ring(facts: GgufFacts) -> tuple[int, int]:
     return min(max((64 << 20) // entry, 8), 64), entry
 
 
-def _slab_bytes(facts: GgufFacts, layer: int) -> int:
+def slab_bytes(facts: GgufFacts, layer: int) -> int:
     return sum(_align(t.bytes_per_expert, SLAB_ALIGNMENT) for t in facts.layer_tensors(layer))
 
 
@@ -205,7 +205,7 @@ def _ram_tier(facts: GgufFacts, slots: int, budget: int) -> int:
     wanted: dict[int, int] = {}
     for layer in facts.moe_layers_served:
         n_expert = facts.layer_tensors(layer)[0].n_expert
-        size = _slab_bytes(facts, layer)
+        size = slab_bytes(facts, layer)
         wanted[size] = wanted.get(size, 0) + n_expert - min(slots, n_expert)
     wanted_bytes = sum(size * n for size, n in wanted.items())
     share = budget / wanted_bytes if budget < wanted_bytes else 1.0
@@ -236,11 +236,11 @@ def decide(facts: GgufFacts, wishes: Wishes, available_bytes: int, *, resident_e
     kv, compute = state.budgeted(facts, context), compute_budgeted(facts, context)
     resident = 0 if resident_elsewhere else facts.dense_bytes + kv + compute
     resident += (wishes.in_flight or MAX_IN_FLIGHT) * CHUNK_BYTES
-    half = _half_bytes(facts, facts.moe_layers)
+    half = half_bytes(facts, facts.moe_layers)
     n_ring, ring_entry = _ring(facts)
     ring_bytes = n_ring * ring_entry + TENSOR_PAD
     n_guess = 3 * n_used if wishes.prefetch else 0
-    guesses = n_guess * max(_slab_bytes(facts, layer) for layer in facts.moe_layers)
+    guesses = n_guess * max(slab_bytes(facts, layer) for layer in facts.moe_layers)
     usable_bytes = usable(available_bytes)
 
     least = (
@@ -271,7 +271,7 @@ def decide(facts: GgufFacts, wishes: Wishes, available_bytes: int, *, resident_e
 
     served = facts.moe_layers_served
     pool = sum(min(slots, facts.layer_tensors(layer)[0].n_expert) * facts.bytes_per_slot(layer) for layer in served)
-    real_half = _half_bytes(facts, served)
+    real_half = half_bytes(facts, served)
     ram = 0 if is_all else _ram_tier(facts, slots, tier)
     tied_copy = facts.token_embd_bytes if facts.output_is_tied and facts.token_embd_type in wishes.repacked else 0
     in_flight = wishes.in_flight or wishes.in_flight_expected

@@ -160,7 +160,12 @@ def settle(facts: GgufFacts, budget: Budget, wishes: Wishes, *, by_start: bool =
                 f"dense weights, KV cache and compute buffers take {report.size(wanted)}, more than the "
                 f"{report.size(budget.vram_bytes)} of GPU memory less {VRAM_MARGIN:.0%}: they are planned in RAM"
             )
-        notices.append("expert slots are in RAM and computed with on the CPU, whatever a GPU has")
+        if by_start:
+            notices.append("expert slots are in RAM and computed with on the CPU, whatever a GPU has")
+        else:
+            notices.append(
+                "slots, table and first command are of slots in RAM, computed with on the CPU; slots on the card are told apart"
+            )
     decided = memory.decide(facts, wishes, budget.available_bytes, resident_elsewhere=on_gpu)
     misfit = None
     if decided.slots < decided.least_slots:

@@ -245,6 +245,31 @@ def test_gpus_count_for_an_engine_that_uses_them(home: Home, tmp_path: Path) -> 
         text.startswith("start leaves --slots auto to the engine, in the memory of the card") for text in answer["notices"]
     )
     assert answer["command"].endswith(" -- --cpu-moe -ngl 99")
+    on_card = answer["card"]
+    assert (on_card["slots"], on_card["free_bytes"], on_card["fits"]) == (64, 7000 << 20, True)
+    assert on_card["command"].endswith("--slots all --ctx 2048 -- -ngl 99")
+
+
+def test_slots_on_a_card_beside_those_in_ram(home: Home) -> None:
+    given = (str(DEMO), "--ram", "1GiB", "--vram", "100MiB", "--cache-type-k", "q8_0")
+    on_card = plan(home, *given)["card"]
+    line = next(line for line in DOC.read_text().splitlines() if line.startswith("| `card` |"))
+    assert set(on_card) <= set(re.findall(r"`(\w+)`", line))
+    assert 6 <= on_card["slots"] < 64 and on_card["link_bytes_s"] is None and on_card["tokens_per_s_at_most"] is None
+    assert on_card["ram_tier_bytes"] == 8 * 64 * 62208
+    assert on_card["command"].endswith(f"--slots {on_card['slots']} --ctx 2048 -- --cache-type-k q8_0 -ngl 99")
+    said = home.run("plan", *given).stdout
+    assert (
+        f"on the card  {on_card['slots']} of 64 slots in each layer, " in said
+        and "a token over the link (not measured)" in said
+    )
+    assert said.rstrip().endswith(f"or with slots on the card: {on_card['command']}")
+    too_small = home.run("plan", str(DEMO), "--ram", "1GiB", "--vram", "20MiB").stdout
+    assert (
+        "on the card  no: 6 slots, what one token uses, do not fit; " in too_small
+        and "or with slots on the card" not in too_small
+    )
+    assert plan(home, str(DEMO), "--ram", "1GiB")["card"] is None
 
 
 def test_check_of_a_server_that_reports_other_bytes(home: Home) -> None:

@@ -1,0 +1,100 @@
+"""Slots on a card: the engine's sums, what is below them, and what the link allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moestream import gguf_facts, paths
+from moestream.gguf_facts import GgufFacts
+from moestream.planning import card, hits, memory, state
+from moestream.planning.memory import RAM_AUTO, Wishes
+from moestream.planning.state import ContextShape
+
+MIB = 1 << 20
+CONTEXT = ContextShape(2048, 1, False)
+SLOT = 8 * 3 * 96 * 384 * 18 // 32  # one of every layer of the demo model
+SLAB = 62208  # an expert of it: each part is a multiple of 64
+EXPERTS = 8 * 64 * SLAB
+
+
+@pytest.fixture(scope="module")
+def facts() -> GgufFacts:
+    return gguf_facts.read(paths.demo_model())
+
+
+def plan(facts: GgufFacts, free: int, wishes: Wishes | None = None, **more: Any) -> card.CardPlan:
+    given = {"available_bytes": 1 << 30, "link_bytes_s": None, "disk_bytes_s": None, **more}
+    return card.decide(facts, wishes or Wishes(CONTEXT), hits.assumed(facts), free_bytes=free, **given)
+
+
+def resident(facts: GgufFacts) -> int:
+    """By the rules of the engine: everything but slots, staging always among it."""
+    rest = facts.dense_bytes + state.budgeted(facts, CONTEXT) + memory.compute_budgeted(facts, CONTEXT)
+    return rest + memory.MAX_IN_FLIGHT * memory.CHUNK_BYTES + 2 * memory.half_bytes(facts, facts.moe_layers)
+
+
+def needs(usable_bytes: int) -> int:
+    """The least free memory of which so much is usable."""
+    free = usable_bytes
+    while card.usable(free) < usable_bytes:
+        free += 4096
+    return free
+
+
+def test_the_margin_of_a_card() -> None:
+    assert card.usable(8 << 30) == (8 << 30) - ((8 << 30) // 20 + 1280 * MIB)
+    assert card.usable(1 << 30) == (1 << 30) - ((1 << 30) // 20 + (1 << 28))
+
+
+@pytest.mark.parametrize("n", [6, 7, 32, 63])
+def test_as_many_slots_as_fit(facts: GgufFacts, n: int) -> None:
+    made = plan(facts, needs(resident(facts) + n * SLOT))
+    assert made.slots == n and made.fits and made.budgeted_bytes == resident(facts) + n * SLOT <= made.usable_bytes
+    assert made.staging_bytes == 2 * memory.half_bytes(facts, facts.moe_layers) > 0
+    less = plan(facts, needs(resident(facts) + n * SLOT) - 8192)
+    assert less.slots == n - 1 and less.fits == (n > 6)
+
+
+def test_all_of_them_need_no_staging_and_no_tier(facts: GgufFacts) -> None:
+    made = plan(facts, 1 << 30, link_bytes_s=1e9)
+    assert (made.slots, made.staging_bytes, made.ram_tier_bytes, made.missed_bytes) == (64, 0, 0, 0)
+    assert made.hit_rate == 1 and made.tokens_per_s_at_most is None
+    assert plan(facts, needs(resident(facts) + 64 * SLOT) - 8192).slots == 63
+
+
+def test_a_number_that_was_asked_for(facts: GgufFacts) -> None:
+    made = plan(facts, needs(resident(facts) + 20 * SLOT), Wishes(CONTEXT, slots=30))
+    assert made.slots == 30 and not made.fits
+    assert plan(facts, MIB).slots == 0
+
+
+def test_what_is_below_them(facts: GgufFacts) -> None:
+    free = needs(resident(facts) + 8 * SLOT)
+    least = 2 * 8 * 6 * SLAB
+    assert plan(facts, free).ram_tier_bytes == EXPERTS, "half of a GiB holds all"
+    assert plan(facts, free, available_bytes=40 * MIB).ram_tier_bytes == 20 * MIB, "half of what there is"
+    assert plan(facts, free, available_bytes=2 * MIB).ram_tier_bytes == least, "what a batch needs, in any case"
+    asked = Wishes(CONTEXT, ram_tier_bytes=12 * MIB)
+    assert plan(facts, free, asked).ram_tier_bytes == 12 * MIB
+    assert plan(facts, free, replace(asked, ram_tier_bytes=1)).ram_tier_bytes == least
+    assert plan(facts, free, replace(asked, ram_tier_bytes=1 << 40)).ram_tier_bytes == EXPERTS
+    auto = plan(facts, free, replace(asked, ram_tier_bytes=RAM_AUTO), available_bytes=30 * MIB)
+    assert auto.ram_tier_bytes == memory.usable(30 * MIB)
+
+
+def test_what_link_and_drive_allow(facts: GgufFacts) -> None:
+    free = needs(resident(facts) + 16 * SLOT)
+    made = plan(facts, free, link_bytes_s=2e9)
+    assert 0 < made.hit_rate < 1 and made.read_bytes == 0
+    assert made.missed_bytes == pytest.approx(8 * 6 * (1 - made.hit_rate) * SLAB)
+    assert made.tokens_per_s_at_most == pytest.approx(2e9 / made.missed_bytes)
+    half = plan(facts, free, available_bytes=EXPERTS, link_bytes_s=2e9, disk_bytes_s=1e8)  # the tier has half of them
+    assert half.read_bytes == pytest.approx(made.missed_bytes / 2)
+    assert half.tokens_per_s_at_most == pytest.approx(1 / (half.missed_bytes / 2e9 + half.read_bytes / 1e8))
+    assert plan(facts, free, available_bytes=EXPERTS, link_bytes_s=2e9).tokens_per_s_at_most is None, (
+        "the drive is not measured"
+    )
+    assert plan(facts, free, available_bytes=EXPERTS, disk_bytes_s=1e8).tokens_per_s_at_most is None, "the link is not"

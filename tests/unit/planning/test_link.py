@@ -1,0 +1,64 @@
+"""The speed of copies to a card, asked of a driver that was made for the test."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moestream.planning import link
+
+DRIVER = r"""
+#include <stdint.h>
+#include <stdlib.h>
+#include <unistd.h>
+static int fails(int number) { const char * s = getenv("FAKE_CUDA_FAILS"); return s && atoi(s) == number ? 2 : 0; }
+static int retained, hosts, cards;
+int fake_left(void) { return retained + hosts + cards; }
+int cuInit(unsigned flags) { return fails(1); }
+int cuDeviceGet(int * device, int ordinal) { *device = 7; return fails(2); }
+int cuDevicePrimaryCtxRetain(void ** ctx, int device) { if (fails(3) || device != 7) return 3; retained++; *ctx = &retained; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { retained--; return 0; }
+int cuCtxSetCurrent(void * ctx) { return ctx == &retained ? fails(4) : 201; }
+int cuMemAllocHost_v2(void ** p, size_t n) { if (fails(5)) return 2; hosts++; *p = malloc(n); return *p ? 0 : 2; }
+int cuMemFreeHost(void * p) { hosts--; free(p); return 0; }
+int cuMemAlloc_v2(uint64_t * p, size_t n) { if (fails(6)) return 2; cards++; *p = 0x700000000000u; return 0; }
+int cuMemFree_v2(uint64_t p) { cards -= p == 0x700000000000u; return 0; }
+int cuMemcpyHtoD_v2(uint64_t to, void * from, size_t n) { if (fails(7) || to != 0x700000000000u || !from) return 1; usleep(20000); return 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so", folder / "driver.c"], check=True)
+    return str(folder / "libcuda.so")
+
+
+def left(driver: str) -> int:
+    import ctypes
+
+    return int(ctypes.CDLL(driver).fake_left())
+
+
+def test_the_best_of_several(driver: str) -> None:
+    rate = link.bytes_per_s(0.05, driver)
+    assert rate is not None and 0 < rate <= link._BYTES / 0.02
+    assert left(driver) == 0
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_whatever_fails_is_no_answer_and_leaves_nothing(driver: str, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setenv("FAKE_CUDA_FAILS", str(number))
+    assert link.bytes_per_s(0.05, driver) is None
+    assert left(driver) == 0
+
+
+def test_no_driver_and_another_library(tmp_path: Path) -> None:
+    assert link.bytes_per_s(library=str(tmp_path / "libcuda.so.1")) is None
+    assert link.bytes_per_s(library="libc.so.6") is None
