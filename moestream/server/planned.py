@@ -13,7 +13,8 @@ from typing import Any
 from moestream import proc
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
-from moestream.planning import check, fit, hardware
+from moestream.planning import card, check, fit, hardware, hits
+from moestream.planning.memory import RAM_AUTO
 from moestream.planning.plan import Budget, settle
 from moestream.server import report
 from moestream.server.arguments import ServerSettings, build_argv, flag_of
@@ -102,6 +103,8 @@ def plan_for(settings: ServerSettings, facts: GgufFacts, engine: Engine, environ
     """
     if not settings.streaming or settings.slots == "map":
         return Planned(settings)
+    if engine.backend == "cuda" and settings.pool == "device" and settings.vram is not None:
+        return _on_card(settings, facts, environment)
     argv = build_argv(Path("llama-server"), settings)
     why = fit.unplanned(argv, environment, facts)
     if why is None and engine.backend != "cpu" and not settings.has_budget:
@@ -140,6 +143,46 @@ def plan_for(settings: ServerSettings, facts: GgufFacts, engine: Engine, environ
     made = replace(settings, slots=chosen.slots, ram_tier=ram_tier, planned=chosen.arguments)
     facts_made = fit.as_json(wishes, settled, budget, binding=True)
     return Planned(made, facts_made, (*said, f"notice: {fit.line(wishes, settled, budget)}"))
+
+
+def _on_card(settings: ServerSettings, facts: GgufFacts, environment: Mapping[str, str]) -> Planned:
+    """All layers and their slots in the memory of a card, within ``--vram``; the RAM tier below them within ``--ram``, where that is given.
+
+    Raises:
+        MoestreamError: not even the slots of a token fit, those that were asked for do not, or something else says where weights go.
+    """
+    if placing := next((a for a in settings.extra if flag_of(a) in fit.PLACING), None):
+        raise MoestreamError(
+            f"--vram and --pool device cannot be combined with {placing}: all layers and their slots go to the card",
+            hint=f"leave out {placing}, or --vram",
+        )
+    argv = build_argv(Path("llama-server"), settings)
+    if why := fit.unplanned(argv, environment, facts):
+        raise MoestreamError(f"{_budget_flags(settings)} cannot be kept: {why}", hint="leave it out, and give --slots N")
+    ram = None if settings.ram is None else parse_size("--ram", settings.ram)
+    budget = budget_of(proc.available_memory(), hardware.cores(), parse_size("--vram", settings.vram or ""), ram)
+    wishes = fit.wishes_of(argv, environment, facts, repacked=hardware.repacked_types())
+    if ram is not None and settings.ram_tier is None:  # the tier is what memory of the machine is for
+        wishes = replace(wishes, ram_tier_bytes=RAM_AUTO)
+    made = card.decide(
+        facts, wishes, hits.assumed(facts), free_bytes=budget.vram_bytes or 0, available_bytes=budget.available_bytes,
+        link_bytes_s=None, disk_bytes_s=None,
+    )  # fmt: skip
+    can = f"{report.size(made.usable_bytes)} of {report.size(made.free_bytes)} (--vram, less a margin)"
+    if made.slots < made.least_slots or not made.fits:
+        slots = max(made.slots, made.least_slots)
+        need = made.budgeted_bytes + (slots - made.slots) * sum(t.bytes_per_expert for t in facts.expert_tensors)
+        raise MoestreamError(
+            f"{slots} slots a layer on the card need {report.size(need)}, and {can} may be used",
+            hint="fewer --slots, a smaller --ctx, or a larger --vram"
+            if made.slots > made.least_slots
+            else "a smaller --ctx, or a larger --vram",
+        )
+    tier = settings.ram_tier if ram is None or made.slots >= made.n_expert else str(made.ram_tier_bytes)
+    slots_said = "all" if made.slots >= made.n_expert else str(made.slots)
+    below = f", {report.size(made.ram_tier_bytes)} of locked RAM below them" if made.ram_tier_bytes else ""
+    said = f"notice: planned: {made.slots} of {made.n_expert} experts a layer in slots on the card{below}; needs {report.size(made.budgeted_bytes)}, and {can} may be used"
+    return Planned(replace(settings, slots=slots_said, ram_tier=tier, planned=("-ngl", "99")), None, (said,))
 
 
 def check_held(made: Mapping[str, Any] | None, memory: Mapping[str, int], slots: int) -> None:

@@ -217,5 +217,8 @@ def test_an_engine_for_a_gpu(home: Home) -> None:
     )
     assert "the rest on the GPU" in told
     assert value(started(home, *card, "--slots", "8", "--require-gpu")[0]["argv"], "--moe-require-gpu") == "on"
-    done = home.run("start", *card, "--vram", "1GiB", "--pool", "device")
-    assert done.returncode == 1 and done.stderr.startswith("error: --vram cannot be combined with --pool device: ")
+    report, told = started(home, *card, "--vram", "100MiB", "--pool", "device")
+    assert 6 <= int(value(report["argv"], "--moe-slots") or 0) < 64 and value(report["argv"], "-ngl") == "99"
+    assert value(report["argv"], "--moe-pool") == "device" and " experts a layer in slots on the card, " in told
+    done = home.run("start", *card, "--vram", "1GiB", "--pool", "host")
+    assert done.returncode == 1 and done.stderr.startswith("error: --vram cannot be combined with --pool host: ")

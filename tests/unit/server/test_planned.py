@@ -163,9 +163,7 @@ def test_budgets_of_a_gpu(facts: GgufFacts, monkeypatch: pytest.MonkeyPatch) -> 
     assert plan(facts, "cuda", ram="60MiB").settings == replace(made.settings, ram="60MiB", vram=None)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"extra": ("-ngl", "9")}, {"extra": ("--n_cpu_moe", "3")}, {"pool": "device"}, {"pool": "host"}]
-)
+@pytest.mark.parametrize("settings", [{"extra": ("-ngl", "9")}, {"extra": ("--n_cpu_moe", "3")}, {"pool": "host"}])
 def test_two_that_say_where_weights_go(facts: GgufFacts, settings: dict[str, Any]) -> None:
     assert "cannot be combined with " in refusal(facts, "cuda", vram="1GiB", **settings).message
 
@@ -206,3 +204,44 @@ def test_llama_server_may_keep_old_prompts_in_what_is_left(facts: GgufFacts, slo
     at = made.settings.planned.index("--cache-ram")
     assert 0 <= int(made.settings.planned[at + 1]) < 60
     assert "--cache-ram" not in plan(facts, environment={}, slots=slots, extra=("-cram", "5")).settings.planned
+
+
+def on_card(facts: GgufFacts, **settings: Any) -> Planned:
+    return plan(facts, "cuda", pool="device", **settings)
+
+
+def test_slots_in_the_memory_of_a_card(facts: GgufFacts) -> None:
+    made = on_card(facts, vram="100MiB")
+    assert made.settings.planned == ("-ngl", "99") and 6 <= int(made.settings.slots) < 64 and made.settings.ram_tier is None
+    (line,) = made.said
+    assert line.startswith(
+        f"notice: planned: {made.settings.slots} of 64 experts a layer in slots on the card, 30.0 MiB of locked RAM below them; "
+    )
+    assert line.endswith(" of 100.0 MiB (--vram, less a margin) may be used")
+    argv = build_argv(SERVER, made.settings)
+    assert argv[argv.index("--moe-pool") + 1] == "device" and argv[argv.index("--moe-slots") + 1] == made.settings.slots
+    assert on_card(facts, vram="1GiB").settings.slots == "all"
+    assert "locked RAM" not in on_card(facts, vram="1GiB").said[0]
+    fewer = on_card(facts, vram="100MiB", ctx=1024)
+    assert int(fewer.settings.slots) >= int(made.settings.slots)
+
+
+def test_the_tier_below_a_card_keeps_the_budget(facts: GgufFacts) -> None:
+    tier = on_card(facts, vram="100MiB", ram="20MiB").settings.ram_tier
+    assert tier is not None and 10 * MIB < int(tier) < 20 * MIB
+    assert on_card(facts, vram="100MiB", ram="20MiB", ram_tier="8MiB").settings.ram_tier == str(8 * MIB)
+    assert on_card(facts, vram="1GiB", ram="20MiB").settings.ram_tier is None, "nothing is below them"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"vram": "20MiB"}, "6 slots a layer on the card need "),
+        ({"vram": "100MiB", "slots": "60"}, "60 slots a layer on the card need "),
+        ({"vram": "100MiB", "extra": ("--cpu-moe",)}, "--vram and --pool device cannot be combined with --cpu-moe"),
+        ({"vram": "100MiB", "extra": ("-ngl", "5")}, "--vram and --pool device cannot be combined with -ngl"),
+        ({"vram": "100MiB", "extra": ("--lora", "x")}, "--vram 100MiB cannot be kept: --lora takes memory"),
+    ],
+)
+def test_slots_on_a_card_that_cannot_be(facts: GgufFacts, settings: dict[str, Any], said: str) -> None:
+    assert refusal(facts, "cuda", pool="device", **settings).message.startswith(said)
