@@ -129,7 +129,7 @@ def test_plan_then_start_then_check(home: Home, demo: Path) -> None:
     found = by_name(checked)
     # how fast this machine is just now is not the test's business; that it decides about the exit code is
     assert done.returncode == (0 if checked["held"] else 1), done.stderr
-    assert checked["held"] == (found["tokens_per_s"]["held"] is True)
+    assert checked["held"] == (found["tokens_per_s"]["held"] is not False)  # None: what limits is a bound, and no promise
     assert all(d["held"] in (True, None) for name, d in found.items() if name != "tokens_per_s")
     assert {name for name, d in found.items() if d["held"]} >= {"slots", "pool_bytes", "kv_bytes", "dense_bytes", "total_bytes"}
     assert found["pool_bytes"]["predicted"] == planned["memory"]["expected"]["pool_bytes"]
