@@ -113,6 +113,12 @@ def in_force(demo: Path, tmp_path: Path, *flags: str) -> dict:
     return json.loads(stats.read_text())
 
 
+def fails(model: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """One token on the first card, of a run that is to fail."""
+    brief = ("--device", "CUDA0", "-fit", "off", "-p", "x", "-n", "1", "-no-cnv")
+    return run(tool("llama-completion"), "-m", model, *brief, *flags, ok=False)
+
+
 @pytest.mark.parametrize(
     ("flags", "placement"),
     [
@@ -163,24 +169,7 @@ def test_memory_that_cannot_be_locked(demo: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("GGML_CUDA_NO_PINNED", "1")
     stats = in_force(demo, tmp_path, "--moe-slots", "16", "-ngl", "99", "--device", "CUDA0")
     assert stats["gpu_path"] == {"in_force": "copy", "reason": "the memory for it cannot be locked"}
-    flags = (
-        "-ngl",
-        "99",
-        "--device",
-        "CUDA0",
-        "-fit",
-        "off",
-        "-p",
-        "x",
-        "-n",
-        "1",
-        "-no-cnv",
-        "--moe-slots",
-        "16",
-        "--moe-ram",
-        "8MiB",
-    )
-    done = run(tool("llama-completion"), "-m", demo, *flags, ok=False)
+    done = fails(demo, "-ngl", "99", "--moe-slots", "16", "--moe-ram", "8MiB")
     assert done.returncode == 1
     assert "--moe-ram: the memory for it cannot be locked; hint: a smaller --moe-ram" in done.stderr
 
@@ -213,22 +202,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(demo: Path, name: str) -> None:
     flags, message = REFUSED[name]
-    done = run(
-        tool("llama-completion"),
-        "-m",
-        demo,
-        "--device",
-        "CUDA0",
-        "-fit",
-        "off",
-        *flags,
-        "-p",
-        "x",
-        "-n",
-        "1",
-        "-no-cnv",
-        ok=False,
-    )
+    done = fails(demo, *flags)
     assert done.returncode == 1, done.stderr
     assert message in done.stderr
 
@@ -246,24 +220,7 @@ def test_a_card_without_memory_for_the_slots_says_so(demo: Path, tmp_path: Path)
     with subprocess.Popen(["python3", "-c", hog], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-            flags = (
-                "--moe-slots",
-                "512",
-                "-ngl",
-                "99",
-                "--device",
-                "CUDA0",
-                "-fit",
-                "off",
-                "-c",
-                "256",
-                "-p",
-                "x",
-                "-n",
-                "1",
-                "-no-cnv",
-            )
-            done = run(tool("llama-completion"), "-m", big, *flags, ok=False)
+            done = fails(big, "-ngl", "99", "--moe-slots", "512", "-c", "256")
         finally:
             holder.kill()
     assert done.returncode != 0
