@@ -53,7 +53,7 @@ Vram = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Plan with so much GPU memory, for all but experts; the slots are in RAM.",
+        help="Plan with so much GPU memory; slots are in RAM, unless they are asked for on the card.",
         show_default="what the engine uses",
     ),
 ]
@@ -72,7 +72,7 @@ RamTier = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE|auto|none",
-        help="Memory below the slots, for experts that lost theirs, as 4GiB; auto: what is left. Default: none.",
+        help="Memory below the slots, for experts that lost theirs, as 4GiB; auto: what is left. Default: none; for slots on a card, half of what is available.",
     ),
 ]
 PrefetchMode = Annotated[
