@@ -12,6 +12,7 @@ from moestream.gguf_facts import GgufFacts
 from moestream.planning import memory, state
 from moestream.planning.hits import HitModel
 from moestream.planning.memory import RAM_AUTO, Wishes
+from moestream.planning.speed import total_s
 
 _LARGEST_BATCH = 8  # tokens that go through slots on a card, at most
 _MIB = 1 << 20
@@ -111,12 +112,12 @@ def decide(
         missed += used * (1 - rate) * facts.bytes_per_slot(layer)
         experts += facts.layer_tensors(layer)[0].n_expert * facts.bytes_per_slot(layer)
     read = missed * max(0.0, 1 - tier / experts)
-    seconds: list[float | None] = []
-    if missed > 0:
-        seconds.append(missed / link_bytes_s if link_bytes_s else None)
-    if read > 0:
-        seconds.append(read / disk_bytes_s if disk_bytes_s else None)
-    known = [s for s in seconds if s is not None]
+    seconds = total_s(
+        {
+            "link": 0.0 if missed <= 0 else missed / link_bytes_s if link_bytes_s else None,
+            "disk": 0.0 if read <= 0 else read / disk_bytes_s if disk_bytes_s else None,
+        }
+    )
     return CardPlan(
         slots=slots,
         least_slots=n_used,
@@ -130,5 +131,5 @@ def decide(
         missed_bytes=missed,
         read_bytes=read,
         link_bytes_s=link_bytes_s,
-        tokens_per_s_at_most=1 / sum(known) if known and len(known) == len(seconds) else None,
+        tokens_per_s_at_most=1 / seconds if seconds else None,
     )

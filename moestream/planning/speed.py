@@ -118,7 +118,7 @@ def predict(
         "ram": from_ram / rates.memory_bytes_s + cache_s,
         "memory" if memory_s >= flops_s else "compute": max(memory_s, flops_s),
     }
-    whole = _sum(seconds)
+    whole = total_s(seconds)
     prompt, prompt_limit = _prompt(facts, model, rates, slots, share, ubatch, cached)
     first = None if prompt is None or whole is None else prompt + whole
     return Speed(
@@ -134,7 +134,8 @@ def predict(
     )
 
 
-def _sum(seconds: dict[str, float | None]) -> float | None:
+def total_s(seconds: dict[str, float | None]) -> float | None:
+    """Of what happens one after the other; None where one part is not known."""
     values = list(seconds.values())
     return None if None in values else sum(v for v in values if v is not None)
 
