@@ -68,10 +68,10 @@ def _ram_tier(facts: GgufFacts, wishes: Wishes, available_bytes: int) -> int:
     slabs = {layer: memory.slab_bytes(facts, layer) for layer in facts.moe_layers_served}
     experts = sum(size * facts.layer_tensors(layer)[0].n_expert for layer, size in slabs.items())
     least = min(experts, 2 * _LARGEST_BATCH * facts.n_expert_used * max(slabs.values()) * len(set(slabs.values())))
-    if wishes.ram_tier_bytes > 0:
-        return min(experts, max(wishes.ram_tier_bytes, least))
-    most = max(0, memory.usable(available_bytes))
-    wanted = most if wishes.ram_tier_bytes == RAM_AUTO else min(most, available_bytes // 2)
+    wanted = wishes.ram_tier_bytes
+    if wanted is None or wanted == RAM_AUTO:
+        most = max(0, memory.usable(available_bytes))
+        wanted = most if wanted == RAM_AUTO else min(most, available_bytes // 2)
     return min(max(wanted, least), experts)
 
 

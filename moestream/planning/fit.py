@@ -126,7 +126,7 @@ def wishes_of(
     return Wishes(
         shape,
         slots=slots_wanted(slots if slots is not None else said.value("LLAMA_ARG_MOE_SLOTS", "--moe-slots") or "auto", facts),
-        ram_tier_bytes=0 if tier is None else parse_tier(tier),
+        ram_tier_bytes=None if tier is None else parse_tier(tier),
         # matmuls wait for what passes through the ring, so without overlap there is none
         staging="full" if staging == "auto" and not overlap else staging,
         in_flight=said.number("LLAMA_ARG_MOE_IO_THREADS", "--moe-io-threads"),

@@ -38,7 +38,7 @@ class Wishes:
     Attributes:
         context: see ContextShape.
         slots: in each layer; None: as many as fit. More than there are experts means all.
-        ram_tier_bytes: of the RAM tier, ``RAM_AUTO`` for what is left.
+        ram_tier_bytes: of the RAM tier, ``RAM_AUTO`` for what is left; None: the engine chooses, none below slots in RAM.
         staging: ``auto``, ``full`` or ``ring``.
         in_flight: reads at a time; None: the engine chooses.
         in_flight_expected: what it will probably choose.
@@ -51,7 +51,7 @@ class Wishes:
 
     context: ContextShape
     slots: int | None = None
-    ram_tier_bytes: int = 0
+    ram_tier_bytes: int | None = None
     staging: str = "auto"
     in_flight: int | None = None
     in_flight_expected: int = DEFAULT_IN_FLIGHT
@@ -252,7 +252,7 @@ def decide(facts: GgufFacts, wishes: Wishes, available_bytes: int, *, resident_e
     if wishes.staging == "auto":
         ring = 2 * half + wanted * slot_bytes > for_experts if wanted else 2 * half > for_experts // 4
     staging = ring_bytes if ring else 2 * half
-    tier = max(wishes.ram_tier_bytes, 0)
+    tier = asked = max(wishes.ram_tier_bytes or 0, 0)
 
     def fit(resident_bytes: int) -> int:
         if resident_bytes + n_expert * slot_bytes <= usable_bytes:
@@ -288,7 +288,7 @@ def decide(facts: GgufFacts, wishes: Wishes, available_bytes: int, *, resident_e
         kv_bytes=state.expected(facts, context),
         compute_bytes=compute_expected(facts, context),
     )
-    least_extra = 0 if n_used >= n_expert else staging + guesses + max(wishes.ram_tier_bytes, 0)
+    least_extra = 0 if n_used >= n_expert else staging + guesses + asked
     return MemoryPlan(
         slots=slots,
         least_slots=n_used,

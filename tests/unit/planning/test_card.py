@@ -80,6 +80,7 @@ def test_what_is_below_them(facts: GgufFacts) -> None:
     asked = Wishes(CONTEXT, ram_tier_bytes=12 * MIB)
     assert plan(facts, free, asked).ram_tier_bytes == 12 * MIB
     assert plan(facts, free, replace(asked, ram_tier_bytes=1)).ram_tier_bytes == least
+    assert plan(facts, free, replace(asked, ram_tier_bytes=0)).ram_tier_bytes == least, "none is not the same as nothing said"
     assert plan(facts, free, replace(asked, ram_tier_bytes=1 << 40)).ram_tier_bytes == EXPERTS
     auto = plan(facts, free, replace(asked, ram_tier_bytes=RAM_AUTO), available_bytes=30 * MIB)
     assert auto.ram_tier_bytes == memory.usable(30 * MIB)

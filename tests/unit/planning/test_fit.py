@@ -62,6 +62,7 @@ def test_contexts(facts: GgufFacts, argv: tuple[str, ...], environment: dict[str
         (("--moe-slots", "8"), {}, {"slots": 8}),
         (("--moe-slots", "all"), {}, {"slots": 64}),
         (("--moe-ram", "4MiB"), {}, {"ram_tier_bytes": 4 * MIB}),
+        (("--moe-ram", "none"), {}, {"ram_tier_bytes": 0}),
         (("--moe-ram", "auto"), {"LLAMA_ARG_MOE_RAM": "1GiB"}, {"ram_tier_bytes": RAM_AUTO}),
         ((), {"LLAMA_ARG_MOE_RAM": "1GiB"}, {"ram_tier_bytes": 1 << 30}),
         (("--moe-staging", "ring"), {}, {"staging": "ring"}),
