@@ -73,8 +73,9 @@ test-e2e: engine-tests
 	$(PYTEST) tests/e2e
 
 # Needs an NVIDIA card and the CUDA toolkit; without a card all but the report's tests are skipped, and say so.
-test-gpu: venv
-	if command -v nvidia-smi >/dev/null; then $(BUILD) --backend cuda --target moe-identity --target moe-replay; fi
+GPU_TOOLS := moe-identity moe-replay moe-mtp moe-failed-batch
+test-gpu: engine-tests
+	if command -v nvidia-smi >/dev/null; then $(BUILD) --backend cuda $(GPU_TOOLS:%=--target %); fi
 	$(PYTEST) tests/gpu
 
 # Upstream's own tests on our build, streaming off and on.

@@ -13,11 +13,13 @@
 //
 // Another node, in the layer before, scores the layer's router on what is known by then and fetches the likeliest experts in a stream of its own,
 // while the layer before computes: from slabs only, into the slots that would give way next, where they stay the next to give way until they
-// are used. The first node waits for that.
+// are used. The first node waits for that. Fetches ahead follow one another, so that the link is never idle between them, and stop while
+// something is copied that a node waits for.
 //
 // Who writes what: the device all of its tables, the first part of the mailbox and, at most once until the host has taken it, an error; the
 // host the rest of the mailbox and slab_of. The host takes a slab from an expert only while the device waits for an answer, or while no graph
-// computes: at any other time a copy from it might be under way.
+// computes: at any other time a copy from it might be under way. So before it asks, the device waits for the end of what is being fetched
+// ahead, and until it has its answer begins no other.
 
 #include <cstdint>
 
@@ -57,6 +59,12 @@ struct device_control {
     int32_t dry;    // the host's, between graphs: ids of any slots, nothing is looked up
     int32_t silent; // the host did not answer in the graph that computes: it is not asked again. Cleared by the host between graphs.
     int32_t guessing; // the host's, between graphs: experts are fetched ahead
+
+    // 0 between graphs; the host sees to it when one has failed
+    int32_t  failed;   // there is an error in the mailbox
+    uint32_t asking;   // a node waits for the host, or did in vain: nothing may be fetched ahead
+    uint32_t fetching; // layers for which experts are being fetched ahead
+    uint32_t copying;  // nodes that copy what is missing: what is fetched ahead waits
 };
 
 // in the device's memory, of one layer

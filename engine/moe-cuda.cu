@@ -18,7 +18,8 @@
 using namespace moe;
 
 static constexpr int n_threads = 256;
-static constexpr int n_blocks  = 32;        // enough to keep the link busy, few enough to start quickly
+static constexpr int max_blocks = 32;       // enough to keep the link busy, few enough to start quickly
+static constexpr int max_pauses = 2000;     // dozes of 100 ns that a fetch ahead waits before each piece: no two kernels may wait for each other for ever
 static constexpr uint64_t piece_bytes = 32768;
 
 static __device__ __forceinline__ uint64_t now_ns() {
@@ -33,16 +34,13 @@ static __device__ __forceinline__ void doze() {
 #endif
 }
 
+// the first error of a graph is kept
 static __device__ void note_error(const device_layer & l, int32_t error, int32_t expert, int32_t token) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 600
-    const int32_t before = atomicCAS_system(&l.box->error, (int32_t) device_error_none, error);
-#else
-    const int32_t before = atomicCAS(&l.box->error, (int32_t) device_error_none, error);
-#endif
-    if (before == device_error_none) {
+    if (atomicExch(&l.control->failed, 1) == 0) {
         l.box->error_layer  = l.i_layer;
         l.box->error_expert = expert;
         l.box->error_token  = token;
+        l.box->error        = error;
     }
 }
 
@@ -60,19 +58,30 @@ static __device__ void ask(const device_layer & l, const int32_t * missing, int 
         box.i_layer  = l.i_layer;
         box.n_expert = n_missing;
         number = box.asked + 1;
-        __threadfence_system();
-        box.asked = number;
-        __threadfence_system();
         const uint64_t start = now_ns();
-        while (box.answered != number) {
-            if (now_ns() - start > l.timeout_ns) {
-                s.is_silent = 1;
-                note_error(l, device_error_silent, missing[0], 0);
-                break;
+        bool in_time = true;
+        const auto wait = [&](const volatile uint32_t & word, uint32_t value) {
+            while (in_time && word != value) {
+                doze();
+                in_time = now_ns() - start <= l.timeout_ns;
             }
-            doze();
+        };
+        atomicExch(&l.control->asking, 1);
+        __threadfence();
+        wait(l.control->fetching, 0);
+        __threadfence_system();
+        if (in_time) {
+            box.asked = number;
+            __threadfence_system();
+            wait(box.answered, number);
         }
         __threadfence_system();
+        if (in_time) {
+            atomicExch(&l.control->asking, 0);
+        } else { // slabs may change now: nothing is fetched ahead until the host has cleared asking
+            s.is_silent = 1;
+            note_error(l, device_error_silent, missing[0], 0);
+        }
     }
     __syncthreads();
 }
@@ -152,9 +161,19 @@ static __device__ void copy_piece(uint8_t * dst, const uint8_t * src, uint64_t s
     }
 }
 
+// a fetch ahead lets others have the link that something waits for
+static __device__ void give_way(const device_layer & l) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < max_pauses && *(const volatile uint32_t *) &l.control->copying != 0; ++i) {
+            doze();
+        }
+    }
+    __syncthreads();
+}
+
 // all blocks: the pieces of what is missing, in turn
 template <int n_loads>
-static __device__ void copy_missing(const device_layer & l) {
+static __device__ void copy_missing(const device_layer & l, bool guessed) {
     const uint64_t n_block = gridDim.x;
     const device_layer_state & s = *l.state;
     const int n_copy = ((const volatile device_layer_state &) s).n_copy;
@@ -168,6 +187,9 @@ static __device__ void copy_missing(const device_layer & l) {
             uint64_t k = (blockIdx.x + n_block - i_piece % n_block) % n_block;
             i_piece += n_piece;
             for (; slab >= 0 && k < n_piece; k += n_block) {
+                if (guessed) {
+                    give_way(l);
+                }
                 const uint64_t pos  = k * piece_bytes;
                 const uint64_t size = part.bytes - pos < piece_bytes ? part.bytes - pos : piece_bytes;
                 uint8_t       * dst = part.slots + slot * part.bytes + pos;
@@ -216,6 +238,7 @@ static __device__ void update_tables(const device_layer & l, bool guessed) {
             l.control->silent = 1;
             s.is_silent = 0;
         }
+        atomicSub(guessed ? &l.control->fetching : &l.control->copying, 1);
         s.n_done = 0;
         s.ready  = 0;
         s.guess_ready = 0;
@@ -226,7 +249,7 @@ static __device__ void update_tables(const device_layer & l, bool guessed) {
 template <int n_loads>
 static __device__ void copy_and_update(const device_layer & l, bool guessed) {
     __shared__ bool is_last;
-    copy_missing<n_loads>(l);
+    copy_missing<n_loads>(l, guessed);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -331,6 +354,7 @@ __global__ void __launch_bounds__(n_threads) map_experts(const device_layer l, c
             __syncthreads();
             if (threadIdx.x == 0) {
                 s.n_copy = n_missing;
+                atomicAdd(&l.control->copying, 1);
                 __threadfence();
                 atomicExch(&s.ready, 1);
             }
@@ -339,15 +363,13 @@ __global__ void __launch_bounds__(n_threads) map_experts(const device_layer l, c
     if (!any_missing) {
         return;
     }
-    if (blockIdx.x != 0) {
-        if (threadIdx.x == 0) {
-            while (((volatile device_layer_state &) s).ready == 0) {
-                doze();
-            }
-            __threadfence();
+    if (threadIdx.x == 0) {
+        while (((volatile device_layer_state &) s).ready == 0) {
+            doze();
         }
-        __syncthreads();
+        __threadfence();
     }
+    __syncthreads(); // in the first block, too: what is to be copied is written by one thread and read by all
     copy_and_update<8>(l, false);
 }
 
@@ -362,7 +384,7 @@ template <typename T> struct alignas(4 * sizeof(T)) four {
 // a warp for each expert and token
 template <typename T>
 static __device__ void score_part(const device_layer & l, const char * state, int64_t stride, int n_tokens, const char * rows, int64_t row_bytes, int n_embd) {
-    const int n_warps = n_blocks * n_threads / 32;
+    const int n_warps = gridDim.x * n_threads / 32;
     const int lane    = threadIdx.x % 32;
     for (int i = (blockIdx.x * n_threads + threadIdx.x) / 32; i < l.n_expert * n_tokens; i += n_warps) {
         const int e = i % l.n_expert;
@@ -396,8 +418,12 @@ static __device__ void choose_guesses(const device_layer & l, int n_tokens) {
     __shared__ int32_t  found[device_max_ids];
     __shared__ int32_t  victims[device_max_ids];
     __shared__ int32_t  n_found;
+    __shared__ bool     may_fetch;
     if (threadIdx.x == 0) {
         n_found = 0;
+        atomicAdd(&l.control->fetching, 1); // whoever asks now waits for the end of this; whoever has asked is seen
+        __threadfence();
+        may_fetch = *(const volatile uint32_t *) &l.control->asking == 0;
     }
     for (int t = 0; t < n_tokens; ++t) {
         __syncthreads();
@@ -433,7 +459,7 @@ static __device__ void choose_guesses(const device_layer & l, int n_tokens) {
     for (int k = 1; k <= device_max_rows / n_threads; ++k) {
         n_free += __syncthreads_count(n_mine >= k);
     }
-    const int n = min(min(n_found, device_max_ids), n_free);
+    const int n = may_fetch ? min(min(n_found, device_max_ids), n_free) : 0;
     find_victims(l, keys, n, victims);
     __syncthreads();
     for (int i = threadIdx.x; i < n; i += n_threads) { // last_use stays: they are the next to give way, until they are used
@@ -444,6 +470,9 @@ static __device__ void choose_guesses(const device_layer & l, int n_tokens) {
     if (threadIdx.x == 0) {
         s.n_copy      = n;
         s.guess_ready = n > 0;
+        if (n == 0) {
+            atomicSub(&l.control->fetching, 1);
+        }
     }
 }
 
@@ -463,7 +492,7 @@ __global__ void __launch_bounds__(n_threads) guess_experts(const device_layer l,
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        is_last = atomicAdd(&l.state->n_scored, 1) == n_blocks - 1;
+        is_last = atomicAdd(&l.state->n_scored, 1) == gridDim.x - 1;
         __threadfence();
     }
     __syncthreads();
@@ -566,6 +595,24 @@ static bool make_stream(device_layer & l) {
     return true;
 }
 
+// Of a kernel here. On a small card no more than leave room for others: some of these kernels wait for what others do.
+static int n_blocks() {
+    static std::mutex mutex;
+    static std::vector<int> known; // by device; 0: not asked yet
+    int device = 0;
+    cudaGetDevice(&device);
+    std::lock_guard<std::mutex> lock(mutex);
+    if (device >= (int) known.size()) {
+        known.resize(device + 1, 0);
+    }
+    if (known[device] == 0) {
+        int n_multiprocessor = 0;
+        cudaDeviceGetAttribute(&n_multiprocessor, cudaDevAttrMultiProcessorCount, device);
+        known[device] = std::clamp(n_multiprocessor, 1, max_blocks);
+    }
+    return known[device];
+}
+
 // in a stream beside the graph's, until the layer's experts are mapped
 static bool start_guess(const ggml_tensor * dst, device_layer & l, cudaStream_t stream) {
     const ggml_tensor * state  = dst->src[0];
@@ -578,13 +625,18 @@ static bool start_guess(const ggml_tensor * dst, device_layer & l, cudaStream_t 
         return false;
     }
     const int type = router->type == GGML_TYPE_F32 ? device_f32 : router->type == GGML_TYPE_F16 ? device_f16 : device_bf16;
-    guess_experts<<<n_blocks, n_threads, 0, side>>>(l, (const char *) state->data, state->nb[1], (int) state->ne[1], (const char *) router->data, router->nb[1],
-            (int) router->ne[0], type);
-    fetch_guesses<<<n_blocks, n_threads, 0, side>>>(l);
+    guess_experts<<<n_blocks(), n_threads, 0, side>>>(l, (const char *) state->data, state->nb[1], (int) state->ne[1], (const char *) router->data,
+            router->nb[1], (int) router->ne[0], type);
+    std::lock_guard<std::mutex> lock(forks_mutex);
+    for (const auto & [other, before] : forks) { // what is wanted first comes first
+        if (other == stream && cudaStreamWaitEvent(side, (cudaEvent_t) before->joined, 0) != cudaSuccess) {
+            return false;
+        }
+    }
+    fetch_guesses<<<n_blocks(), n_threads, 0, side>>>(l);
     if (cudaEventRecord((cudaEvent_t) l.joined, side) != cudaSuccess) {
         return false;
     }
-    std::lock_guard<std::mutex> lock(forks_mutex);
     forks.push_back({ stream, &l });
     return cudaGetLastError() == cudaSuccess;
 }
@@ -620,7 +672,7 @@ bool moe_cuda_compute(const ggml_tensor * dst, cudaStream_t stream) {
     }
     const int n_used   = (int) ids->ne[0];
     const int n_tokens = (int) ids->ne[1];
-    map_experts<<<n_blocks, n_threads, 0, stream>>>(l, (const char *) ids->data, ids->nb[0], ids->nb[1], n_used, n_tokens, (int32_t *) dst->data);
+    map_experts<<<n_blocks(), n_threads, 0, stream>>>(l, (const char *) ids->data, ids->nb[0], ids->nb[1], n_used, n_tokens, (int32_t *) dst->data);
     if (l.checks) {
         check_slots<<<n_used * n_tokens, n_threads, 0, stream>>>(l, (const char *) ids->data, ids->nb[0], ids->nb[1], n_used, (const int32_t *) dst->data);
     }

@@ -550,6 +550,7 @@ struct moe_stream : std::enable_shared_from_this<moe_stream> {
 
     // what devices are told of the graph that is about to begin
     void tell_devices();
+    void start_devices_afresh();
 
     std::string stats_json() {
         std::lock_guard<std::mutex> lock(report_mutex);
@@ -598,8 +599,29 @@ void moe_stream::tell_devices() {
             place.is_dry      = n_dry > 0;
             place.is_guessing = guessing;
             place.is_told     = true;
-            const moe::device_control control = { place.is_dry, 0, guessing };
+            moe::device_control control = {};
+            control.dry      = place.is_dry;
+            control.guessing = guessing;
             place.at_tables->write(place.control, &control, sizeof(control));
+        }
+    }
+}
+
+// between graphs: the device knows of no expert in a slot
+static void empty_slots(const expert_place & place, const moe::device_layer & l) {
+    static const std::vector<int32_t> none(moe::device_max_rows, -1);
+    place.at_tables->write(l.slot_of, none.data(), l.n_expert * sizeof(int32_t));
+    place.at_tables->write(l.expert_of, none.data(), l.n_slot * sizeof(int32_t));
+}
+
+// After an error: a device may have given up asking, and a host that was late may have changed slabs while the device copied from them.
+void moe_stream::start_devices_afresh() {
+    for (auto & [buft, place] : places) {
+        place.is_told = false;
+    }
+    for (size_t i = 0; i < device_layers.size(); ++i) {
+        if (device_layers[i].state) {
+            empty_slots(places.at(layers_in_order[i]), device_layers[i]);
         }
     }
 }
@@ -2255,14 +2277,12 @@ static void fill_tables(moe_stream & moe, const std::vector<moe::layer_desc> & d
         }
         l.unit = copy_unit(l);
 
-        const std::vector<int32_t> none(std::max(d.n_expert, d.n_slot), -1);
         std::vector<uint8_t> stays(d.n_expert, 0);
         for (const int32_t e : d.kept) {
             stays[e] = 1;
         }
-        place.at_tables->write(l.slot_of, none.data(), d.n_expert * sizeof(int32_t));
-        place.at_tables->write(l.expert_of, none.data(), d.n_slot * sizeof(int32_t));
         place.at_tables->write((void *) l.stays, stays.data(), d.n_expert);
+        empty_slots(place, l);
     }
 }
 
@@ -2714,6 +2734,15 @@ static bool can_guess(const moe_stream & moe, int32_t i_layer, const ggml_tensor
         state->type == GGML_TYPE_F32 && ggml_n_dims(state) <= 2 && state->nb[0] == sizeof(float);
 }
 
+static bool can_guess_on_device(const moe_stream & moe, int32_t i_layer, const ggml_tensor * state) {
+    const ggml_tensor * router = moe.tables[i_layer].router;
+    const layer_shape & shape  = moe.shapes[i_layer];
+    const int64_t n_tokens = state->ne[1];
+    return router && state->type == GGML_TYPE_F32 && ggml_n_dims(state) <= 2 && state->nb[0] == sizeof(float) && state->nb[1] % 16 == 0 &&
+        state->view_offs % 16 == 0 && state->ne[0] == router->ne[0] && n_tokens <= std::min<int64_t>(shape.n_slot_tokens, moe::device_guess_tokens) &&
+        moe::fits_slots(shape.n_expert, shape.n_free_slot, moe.device_layers[i_layer].n_used, n_tokens);
+}
+
 // The device finds the slots itself, and fetches ahead what the next layer will probably want. In the memory-fit pass there are no arguments for
 // its kernels yet, and nothing is computed.
 static ggml_tensor * map_on_device(moe_stream & moe, ggml_context * ctx, ggml_cgraph * gf, int32_t i_layer, ggml_tensor * selected, ggml_tensor * state) {
@@ -2729,23 +2758,12 @@ static ggml_tensor * map_on_device(moe_stream & moe, ggml_context * ctx, ggml_cg
     const bool is_fit = moe.device_layers.empty();
     ggml_tensor * map_args[] = { selected, tables.slot_of, guessed_from.state };
     const bool was_guessed = guessed_from.gf == gf && guessed_from.i_layer == i_layer;
-    ggml_tensor * map = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, map_args, was_guessed ? 3 : 2, device_map_of(dev), 1,
-            is_fit ? nullptr : &moe.device_layers[i_layer]);
-    ggml_format_name(map, "moe_map-%d", i_layer);
-    ggml_build_forward_expand(gf, map);
     guessed_from = {};
 
+    // before the map: what the next layer wants is scored while this one's experts are still on their way
     const int32_t i_next = i_layer + 1;
-    if (is_fit || i_next >= (int32_t) moe.tables.size() || !moe.tables[i_next].router) {
-        return map;
-    }
-    const device_tables & next  = moe.tables[i_next];
-    const layer_shape   & shape = moe.shapes[i_next];
-    const int64_t n_tokens = state->ne[1];
-    if (state->type == GGML_TYPE_F32 && ggml_n_dims(state) <= 2 && state->nb[0] == sizeof(float) && state->nb[1] % 16 == 0 &&
-            state->view_offs % 16 == 0 && state->ne[0] == next.router->ne[0] &&
-            n_tokens <= std::min<int64_t>(shape.n_slot_tokens, moe::device_guess_tokens) &&
-            moe::fits_slots(shape.n_expert, shape.n_free_slot, moe.device_layers[i_next].n_used, n_tokens)) {
+    if (!is_fit && i_next < (int32_t) moe.tables.size() && can_guess_on_device(moe, i_next, state)) {
+        const device_tables & next = moe.tables[i_next];
         ggml_tensor * guess_args[] = { state, next.router, next.slot_of };
         ggml_tensor * guess = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, guess_args, 3, device_fn<ggml_custom_op_t>(dev, "moe_device_guess"), 1,
                 &moe.device_layers[i_next]);
@@ -2753,6 +2771,11 @@ static ggml_tensor * map_on_device(moe_stream & moe, ggml_context * ctx, ggml_cg
         ggml_build_forward_expand(gf, guess);
         guessed_from = { gf, i_next, state };
     }
+
+    ggml_tensor * map = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, map_args, was_guessed ? 3 : 2, device_map_of(dev), 1,
+            is_fit ? nullptr : &moe.device_layers[i_layer]);
+    ggml_format_name(map, "moe_map-%d", i_layer);
+    ggml_build_forward_expand(gf, map);
     return map;
 }
 
@@ -2989,12 +3012,9 @@ ggml_status moe_compute::finish(ggml_status status) {
         ggml_backend_sched_synchronize(sched);
     }
     moe->look_at_trace(); // while nobody else computes
-    std::string error = moe->stream->compute_end(status == GGML_STATUS_SUCCESS);
+    std::string error = moe->stream->compute_end(status == GGML_STATUS_SUCCESS, [this] { moe->start_devices_afresh(); });
     const bool failed = !error.empty();
     if (failed) {
-        for (auto & [buft, place] : moe->places) {
-            place.is_told = false; // a device may have given up asking
-        }
         LLAMA_LOG_ERROR("moestream: %s\n", error.c_str());
     }
     {

@@ -131,7 +131,7 @@ void stream::compute_begin() {
     is_computing = true;
 }
 
-std::string stream::compute_end(bool complete) {
+std::string stream::compute_end(bool complete, const std::function<void()> & when_failed) {
     if (tier) {
         const std::string what = tier->compute_end();
         if (!what.empty()) {
@@ -163,6 +163,9 @@ std::string stream::compute_end(bool complete) {
         guess_trial.note(now_us() - begin_us, guess_tokens);
     }
     const std::string result = std::move(error);
+    if (!result.empty() && when_failed) {
+        when_failed();
+    }
     {
         std::lock_guard<std::mutex> lock(warm_mutex);
         is_computing = false;

@@ -62,6 +62,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -156,9 +157,9 @@ public:
 
     int32_t n_layers() const { return (int32_t) layers.size(); }
 
-    // around the computation of a graph; end() waits for what is unfinished and returns the first error, or ""
+    // around the computation of a graph; end() waits for what is unfinished and returns the first error, or "", after it has called when_failed
     void        compute_begin();
-    std::string compute_end(bool complete);
+    std::string compute_end(bool complete, const std::function<void()> & when_failed = {});
 
     // ids_out: n_used * n_tokens ids for the expert matmuls, packed. read_next: also read all of the next layer, which is staged, too.
     void begin_slots  (int32_t i_layer, const chosen_experts & chosen, int32_t * ids_out, bool late = false);

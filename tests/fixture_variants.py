@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from fixture_models import EXPERTS, copy_metadata, finish
+from fixture_models import EXPERTS, copy_metadata, finish, quantize, run, spread_routing, tool
 
 BLOCK = re.compile(r"^blk\.(\d+)\.")
 
@@ -96,6 +96,53 @@ def add_mtp(source: Path, target: Path) -> Path:
     # upstream's head of this architecture cannot compute with positions of several dimensions, which text has no need of
     without = ["rope.dimension_sections"] if _architecture(reader) == "glm4moe" else []
     _grown(source, target, [n - 1], {"nextn_predict_layers": 1}, head, without)
+    return target
+
+
+def glm4moe_with_mtp(folder: Path) -> Path:
+    """glm4moe, which upstream's own fixture makes, with such a head, in Q4_0."""
+    run(tool("test-llama-archs"), "-o", folder, "-a", "glm4moe", "-s", "1")
+    source = folder / "glm4moe-moe.gguf"
+    spread_routing(source)
+    return with_mtp(source, folder / "glm4moe-mtp-q4_0.gguf")
+
+
+def with_mtp(source: Path, target: Path) -> Path:
+    """``source``, F32, deeper and with such a head, in Q4_0."""
+    deep = deepen(source, target.with_suffix(".trunk"))
+    headed = add_mtp(deep, target.with_suffix(".f32"))
+    return quantize(headed, target)
+
+
+def nvfp4(values: np.ndarray) -> np.ndarray:
+    """Rows of floats [..., n] as NVFP4, bytes [..., n / 64 * 36]: of 64 values four scales (E4M3, without sign), then 4 bits a value (E2M1)."""
+    steps = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    groups = values.reshape(-1, 16)
+    with np.errstate(divide="ignore"):
+        exponent = np.clip(np.floor(np.log2(np.abs(groups).max(1) / 6)), -6, 7).astype(int)
+    fraction = np.clip(np.round((np.abs(groups).max(1) / 6 / 2.0**exponent - 1) * 8), 0, 7).astype(int)
+    scale = (1 + fraction / 8) * 2.0**exponent
+    nearest = np.abs(np.abs(groups / scale[:, None])[..., None] - steps).argmin(-1) | np.where(groups < 0, 8, 0)
+    nibbles = (nearest[:, :8] | nearest[:, 8:] << 4).astype(np.uint8)
+    scales = ((exponent + 7) << 3 | fraction).astype(np.uint8)
+    blocks = np.concatenate([scales.reshape(-1, 4), nibbles.reshape(-1, 32)], 1)
+    return blocks.reshape(*values.shape[:-1], values.shape[-1] // 64 * 36)
+
+
+def write_nvfp4(source: Path, target: Path) -> Path:
+    """``source``, F32, with experts in NVFP4, each with a scale of its own as released files have it."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, _architecture(reader))
+    copy_metadata(reader, writer)
+    scales = {t.name.removesuffix("weight") + "scale": t for t in reader.tensors if EXPERTS.search(t.name)}
+    for tensor in reader.tensors:
+        if EXPERTS.search(tensor.name):
+            writer.add_tensor(tensor.name, nvfp4(tensor.data), raw_dtype=gguf.GGMLQuantizationType.NVFP4)
+        elif tensor.name not in scales:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, tensor in scales.items():
+        writer.add_tensor(name, np.linspace(0.5, 2.0, tensor.data.shape[0], dtype=np.float32))
+    finish(writer)
     return target
 
 

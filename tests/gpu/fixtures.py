@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fixture_models
 from fixture_models import make_layout, quantize
+from fixture_variants import write_nvfp4
 
 from bench.synthetic import write_model
 
@@ -49,6 +50,8 @@ def make(folder: Path) -> list[Path]:
         for type_name in types:
             target = folder / f"{layout}-{type_name.lower().removesuffix('_moe').removesuffix('_s')}.gguf"
             made.append(target if target == source else quantize(source, target, type_name))
+        if layout == "qwen3moe":  # with a scale for each expert, as that type has
+            made.append(write_nvfp4(source, folder / f"{layout}-nvfp4.gguf"))
         if source not in made:
             source.unlink()
     return made + make_odd(folder)

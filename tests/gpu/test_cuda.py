@@ -1,20 +1,24 @@
 """Slots in the memory of an NVIDIA card: the same bits, what is in force, what is refused, and batches that fail.
 
-Skipped where no card can be seen. With one, an engine is needed that has the test programs:
-``moestream build --backend cuda --target moe-identity --target moe-replay``.
+Skipped where no card can be seen. With one, engines are needed that have the test programs: ``make test-gpu`` builds them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import prove
 import pytest
 from fixture_models import run
+from fixture_variants import glm4moe_with_mtp, with_mtp
 
+from moestream import nvidia_smi
 from moestream.errors import MoestreamError
 from moestream.upstream import cuda, engines
 
@@ -104,6 +108,43 @@ def test_contexts_in_turn_and_at_once(demo: Path) -> None:
     seed, calls, *lines = done.stdout.splitlines()
     assert seed.startswith("seed ") and calls.startswith("calls ") and len(lines) == 6, done.stdout
     assert all(line.startswith("ok ") for line in lines), done.stdout
+
+
+@pytest.mark.parametrize("layout", ["glm4moe", "qwen35moe"])
+def test_a_head_that_predicts_the_token_after_next(model: Callable[[str, str], Path], disk_folder: Path, layout: str) -> None:
+    """Its drafts and hidden states, and the model's, bit for bit; the head is layer 4, behind 0 to 3, with slots of its own."""
+    path = disk_folder / f"{layout}-mtp-q4_0.gguf"
+    made = glm4moe_with_mtp(disk_folder) if layout == "glm4moe" else with_mtp(model(layout, "f32"), path)
+    done = run(tool("moe-mtp"), "-m", made, "--gpu-layers", "99", "--steps", "20", env=environment(), ok=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()[1:]
+    assert len(lines) == 3 and all(line.startswith("ok ") and "last_layer=4" in line for line in lines), done.stdout
+
+
+@pytest.mark.parametrize("path", ["mailbox", "copy"])
+def test_batches_that_failed(demo: Path, tmp_path: Path, path: str) -> None:
+    """The caller gets the right logits again, in each way that it has to go on."""
+    copy = tmp_path / "demo.gguf"
+    shutil.copyfile(demo, copy)
+    ram = ("--moe-ram", "none") if path == "mailbox" else ()
+    flags = ("--gpu-layers", "99", "--slots", "used", "--moe-gpu-path", path, *ram)
+    done = run(tool("moe-failed-batch"), "-m", copy, *flags, env=environment(), ok=False)
+    scenes = [f"ok {scene} {way} " for scene in ("token", "ubatch", "two-ubatches") for way in ("again", "clear", "restore")]
+    seed, *lines = done.stdout.splitlines()
+    assert seed.startswith("seed ") and len(lines) == 1 + len(scenes), done.stdout + done.stderr
+    for line, begin in zip(lines, ["ok first ", *scenes], strict=True):
+        assert line.startswith(begin), done.stdout
+
+
+@pytest.mark.skipif(not why_not() and len(nvidia_smi.ask("name", timeout_s=60).rows) < 2, reason="needs two cards")
+@pytest.mark.parametrize("flags", [(), ("--moe-prefetch", "on"), ("--moe-gpu-path", "copy")])
+def test_layers_on_two_cards(demo: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Each layer's slots are on the card that computes it."""
+    arguments = ("--gpu-layers", "99", "--slots", "used,used+25,all", "--ubatch", "1,8,80", "--tokens", "160")
+    done = run(tool("moe-identity"), "-m", demo, *arguments, *flags, env=environment())
+    assert [c.verdict for c in prove.parse(done.stdout, "demo", 1, "")] == ["ok"] * 9, done.stdout
+    stats = in_force(demo, tmp_path, "--moe-slots", "16", "-ngl", "99", "--device", "CUDA0,CUDA1", *flags)
+    assert re.fullmatch(r"CUDA0 \(\d layers\), CUDA1 \(\d layers\)", stats["placement"]), stats["placement"]
 
 
 def in_force(demo: Path, tmp_path: Path, *flags: str) -> dict:

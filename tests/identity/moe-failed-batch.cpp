@@ -2,7 +2,8 @@
 //
 // The model file is cut off in front of its first expert while a graph computes, so that reads fail really; afterwards its bytes are
 // back in place. The file given must be a copy that nobody else uses. llama_decode must return an error, and then each way that a
-// program has to go on must give the logits of a model that is not streamed and met no error:
+// program has to go on must give the logits of a model that is not streamed and met no error. (It computed what failed, and forgot it, so
+// that its KV cache has everything in the same cells: a card's attention adds up in their order.)
 //
 //   again    the same batch once more: llama_decode has removed the positions of the failed ubatch. Not where the model has a
 //            recurrent state, which upstream cannot set back: it stays as the failed graph left it, as it does when a graph is aborted
@@ -21,6 +22,8 @@
 //
 //   moe-failed-batch -m copy.gguf [--slots used,used+1] [--seed 1] [--threads 1] [--gpu-layers 0] [moe flags: --moe-io direct …]
 //
+// With layers on a device the file is cut off before the batch only, and nothing is aborted: only the processor's backend asks the callback.
+//
 // One line per comparison; exit code 0 only if all are equal.
 
 #include "replay.h"
@@ -28,7 +31,9 @@
 #include "gguf.h"
 
 #include <cerrno>
+#include <map>
 #include <system_error>
+#include <tuple>
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -39,6 +44,7 @@ using namespace replay;
 namespace {
 
 constexpr int n_ubatch = 8; // a first batch is one
+const char * const ways[] = { "again", "clear", "restore" }; // to go on
 constexpr int n_prompt = 12;
 
 // the first byte of expert data, from the header of the file
@@ -241,6 +247,18 @@ void go_on(caller & c, const scene & s, const std::string & way) {
     c.one_by_one("after", s.after);
 }
 
+// what a batch leaves behind that failed after n_done tokens, without the failure
+void forget(caller & c, const scene & s, size_t n_done) {
+    if (c.recurrent) {
+        return; // whose state knows no way back; what it then is nobody compares
+    }
+    const size_t n = std::min(n_done + n_ubatch, s.batch.size());
+    c.feed("forgotten", { s.batch.begin(), s.batch.begin() + n });
+    if (!llama_memory_seq_rm(c.memory(), 0, n_prompt + (llama_pos) n_done, -1)) {
+        throw std::runtime_error("cannot remove what is to be forgotten");
+    }
+}
+
 // each state that an abort of the batch leaves behind, once, in order of the node; and the last positions beside them
 outputs states_of_aborts(caller & c, const scene & s) {
     outputs states;
@@ -316,10 +334,12 @@ std::string abort_cut(caller & c, file & f, const scene & s, const outputs & exp
 int test(const options & o) {
     file model_file(o.model);
     std::vector<scene>   scenes;
-    std::vector<outputs> expected;
+    std::vector<outputs> expected; // when nothing failed
+    std::map<std::tuple<size_t, std::string, size_t>, outputs> expected_after; // by scene, way to go on, and tokens that went well
     std::vector<outputs> expected_states;
     outputs              expected_first;
     int64_t              n_nodes_first;
+    const bool           on_device = o.n_gpu_layers > 0;
     {
         const model_ptr reference = load(o, "");
         scenes = make_scenes(o, reference.get());
@@ -331,8 +351,17 @@ int test(const options & o) {
                 printf("FAIL %s: the reference's logits are constant or not numbers\n", s.name);
                 return 1;
             }
+            for (const char * way : ways) {
+                for (size_t n_done = 0; n_done < s.batch.size(); n_done += n_ubatch) {
+                    caller forgetful(o, reference.get());
+                    forgetful.start(s);
+                    forget(forgetful, s, n_done);
+                    go_on(forgetful, s, way);
+                    expected_after[{ expected.size(), way, n_done }] = forgetful.out;
+                }
+            }
             expected.push_back(c.out);
-            if (s.batch.size() <= n_ubatch) {
+            if (s.batch.size() <= n_ubatch && !on_device) {
                 expected_states.push_back(states_of_aborts(c, s));
             }
         }
@@ -351,7 +380,7 @@ int test(const options & o) {
     };
     for (const std::string & asked : o.slots) {
         const std::string slots = resolve_slots(o, asked);
-        for (const int percent : { 0, 30 }) {
+        for (const int percent : on_device ? std::vector<int>{ 0 } : std::vector<int>{ 0, 30 }) {
             report(fail_first(o, slots, model_file, scenes[0], expected_first, n_nodes_first * percent / 100),
                     "first slots=" + asked + " cut_at=" + std::to_string(percent) + "%");
         }
@@ -363,11 +392,11 @@ int test(const options & o) {
         }
         for (size_t i = 0; i < scenes.size(); ++i) {
             const scene & s = scenes[i];
-            for (const char * way : { "again", "clear", "restore" }) {
+            for (const char * way : ways) {
                 if (c.recurrent && std::string(way) == "again") {
                     continue;
                 }
-                for (const int percent : { 0, 20, 60 }) { // of the graph's nodes, when the file is cut off
+                for (const int percent : on_device ? std::vector<int>{ 0 } : std::vector<int>{ 0, 20, 60 }) { // of the graph's nodes, when the file is cut off
                     const int64_t n_nodes = c.start(s);
                     const auto counted = [&](const char * name) { return field(moe_model_stats_json(model.get()), name, "totals"); };
                     const uint64_t n_errors = counted("read_errors");
@@ -390,8 +419,9 @@ int test(const options & o) {
                     } else if (counted("read_errors") == n_errors) {
                         problem = "no read failed";
                     } else {
+                        const size_t n_done = c.recurrent ? 0 : position + 1 - n_prompt;
                         go_on(c, s, way);
-                        problem = difference(expected[i], c.out);
+                        problem = difference(expected_after.at({ i, way, n_done }), c.out);
                     }
                     report(problem, std::string(s.name) + " " + way + " slots=" + asked + " cut_at=" + std::to_string(percent) +
                             "% last_position=" + std::to_string(position));

@@ -166,8 +166,20 @@ inline std::string difference(const outputs & expected, const outputs & actual) 
             while (d < std::min(e.bytes.size(), a.bytes.size()) && e.bytes[d] == a.bytes[d]) {
                 ++d;
             }
-            return "output " + std::to_string(i) + " (" + e.what + ") differs at byte " + std::to_string(d) + " of " +
+            std::string text = "output " + std::to_string(i) + " (" + e.what + ") differs at byte " + std::to_string(d) + " of " +
                 std::to_string(e.bytes.size()) + "; there are " + std::to_string(a.bytes.size());
+            const size_t at = d / sizeof(float) * sizeof(float);
+            if (at + sizeof(float) <= std::min(e.bytes.size(), a.bytes.size())) {
+                float values[2]; // what they are, when it is logits
+                memcpy(&values[0], e.bytes.data() + at, sizeof(float));
+                memcpy(&values[1], a.bytes.data() + at, sizeof(float));
+                text += ", as floats " + std::to_string(values[1]) + " instead of " + std::to_string(values[0]);
+            }
+            size_t n = 0;
+            for (size_t k = i; k < std::min(expected.all.size(), actual.all.size()); ++k) {
+                n += expected.all[k].bytes != actual.all[k].bytes;
+            }
+            return text + "; " + std::to_string(n) + " of " + std::to_string(expected.all.size()) + " outputs differ";
         }
     }
     return expected.all.size() == actual.all.size() ? "" : "the number of outputs differs";

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from fixture_architectures import align, split_apart
-from fixture_models import LAYOUTS, run, split, tool
+from fixture_models import LAYOUTS, expert_types, run, split, tool
+from fixture_variants import write_nvfp4
 from llama_server import environment
 
 # Evicted slots are filled with 0xff, and so is staging before it is used again: a read of stale bytes cannot go unseen. A slot
@@ -45,6 +46,14 @@ def compare(
 def test_layouts(model: Callable[[str, str], Path], layout: str, type_name: str) -> None:
     # slots 2, 3 and all of 8; of T = 1, 2 and 9 those with T * 2 experts in the slots go through them
     assert compare(model(layout, type_name)) == {"slots": 5, "staging": 4}
+
+
+def test_nvfp4(model: Callable[[str, str], Path], disk_folder: Path) -> None:
+    """Experts in a type that has a scale for each of them, beside the weights: read by the experts' own ids."""
+    path = write_nvfp4(model("qwen3moe", "f32"), disk_folder / "qwen3moe-nvfp4.gguf")
+    assert expert_types(path) == {"NVFP4"}
+    assert compare(path) == {"slots": 5, "staging": 4}
+    assert compare(path, "--moe-staging", "ring") == {"slots": 5, "staging": 4}
 
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixture_models import quantize, run, spread_routing, tool
-from fixture_variants import add_mtp, deepen, write_dense_draft
+from fixture_models import run, tool
+from fixture_variants import glm4moe_with_mtp, with_mtp, write_dense_draft
 from llama_server import LlamaServer, environment
 
 PROMPT = "The purpose of this manual is to describe"
@@ -22,18 +22,12 @@ def mtp_model(model: Callable[[str, str], Path], disk_folder: Path) -> Callable[
 
     def get(layout: str) -> Path:
         if layout not in made:
-            made[layout] = quantize(with_head(layout), disk_folder / f"{layout}-mtp-q4_0.gguf")
+            made[layout] = (
+                glm4moe_with_mtp(disk_folder)
+                if layout == "glm4moe"
+                else with_mtp(model(layout, "f32"), disk_folder / f"{layout}-mtp-q4_0.gguf")
+            )
         return made[layout]
-
-    def with_head(layout: str) -> Path:
-        if layout == "glm4moe":
-            run(tool("test-llama-archs"), "-o", disk_folder, "-a", layout, "-s", "1")
-            source = disk_folder / f"{layout}-moe.gguf"
-            spread_routing(source)
-        else:
-            source = model(layout, "f32")
-        deep = deepen(source, disk_folder / f"{layout}-mtp-trunk.gguf")
-        return add_mtp(deep, disk_folder / f"{layout}-mtp.gguf")
 
     return get
 
