@@ -61,6 +61,12 @@ def sides_for(slots: Sequence[str], threads: int) -> list[Side]:
     return found
 
 
+def chosen(sides: Sequence[Side], parts: Sequence[str]) -> list[Side]:
+    """Those of which a part is the name, or in the name where it is nobody's whole name; all without parts."""
+    names = {s.name for s in sides}
+    return [s for s in sides if not parts or any(p == s.name or (p not in names and p in s.name) for p in parts)]
+
+
 @dataclass
 class Run:
     """One process of llama-bench."""
@@ -198,8 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument(
         "--bin", type=Path, help="folder with llama-bench and moe-identity; that of the cuda engine in use when left out"
     )
-    p.add_argument("--slots", default="16,32,64,96,all", help="of each layer, each a side (default: %(default)s)")
-    p.add_argument("--only", default="", help="sides whose names contain one of these, separated by commas")
+    p.add_argument("--slots", default="8,16,32,64,96,all", help="of each layer, each a side (default: %(default)s)")
+    p.add_argument("--only", default="", help="sides of these names, or whose names contain one of these, separated by semicolons")
     p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--tokens", type=int, default=128)
     p.add_argument("--prompts", type=lambda s: [int(n) for n in s.split(",")], default=[512, 2048])
@@ -215,8 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from moestream.upstream import engines
 
             a.bin = engines.in_use("cuda").bin_dir
-        only = [part for part in a.only.split(",") if part]
-        sides = [s for s in sides_for(a.slots.split(","), a.threads) if not only or any(part in s.name for part in only)]
+        only = [part.strip() for part in a.only.split(";") if part.strip()]
+        sides = chosen(sides_for(a.slots.split(","), a.threads), only)
         equal = [] if a.no_identity else identity(a.bin / "moe-identity", a.model, "32")
         for line in equal:
             print(line, file=sys.stderr, flush=True)

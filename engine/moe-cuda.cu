@@ -534,12 +534,12 @@ __global__ void check_slots(const device_layer l, const char * ids, int64_t stri
     }
 }
 
-extern "C" void moe_cuda_map(ggml_tensor *, int, int, void *) {
+static void moe_cuda_map(ggml_tensor *, int, int, void *) {
     fprintf(stderr, "moe_cuda_map: computed on the processor\n");
     abort();
 }
 
-extern "C" void moe_cuda_guess(ggml_tensor *, int, int, void *) {
+static void moe_cuda_guess(ggml_tensor *, int, int, void *) {
     fprintf(stderr, "moe_cuda_guess: computed on the processor\n");
     abort();
 }
@@ -564,7 +564,7 @@ void moe_cuda_join(cudaStream_t stream) {
     join(stream, nullptr);
 }
 
-extern "C" void moe_cuda_release(void * layer) {
+static void moe_cuda_release(void * layer) {
     device_layer & l = *(device_layer *) layer;
     {
         std::lock_guard<std::mutex> lock(forks_mutex);
@@ -677,4 +677,32 @@ bool moe_cuda_compute(const ggml_tensor * dst, cudaStream_t stream) {
         check_slots<<<n_used * n_tokens, n_threads, 0, stream>>>(l, (const char *) ids->data, ids->nb[0], ids->nb[1], n_used, (const int32_t *) dst->data);
     }
     return cudaGetLastError() == cudaSuccess;
+}
+
+static void require(cudaError_t status, const char * what) {
+    if (status != cudaSuccess) {
+        fprintf(stderr, "moestream: %s: %s\n", what, cudaGetErrorString(status));
+        abort();
+    }
+}
+
+static int of_device(const void * p) {
+    cudaPointerAttributes attributes;
+    require(cudaPointerGetAttributes(&attributes, p), "asking where memory is");
+    return attributes.device;
+}
+
+static void write_begin(int device, void * dst, const void * src, size_t size) {
+    require(cudaSetDevice(device), "choosing a device");
+    require(cudaMemcpyAsync(dst, src, size, cudaMemcpyHostToDevice, cudaStreamPerThread), "copying experts to a device");
+}
+
+static void write_end(int device) {
+    require(cudaSetDevice(device), "choosing a device");
+    require(cudaStreamSynchronize(cudaStreamPerThread), "copying experts to a device");
+}
+
+void * moe_cuda_functions(int (*slot_tokens)(ggml_backend_dev_t, ggml_type)) {
+    static moe_device_functions functions = { slot_tokens, moe_cuda_map, moe_cuda_guess, moe_cuda_release, of_device, write_begin, write_end };
+    return &functions;
 }

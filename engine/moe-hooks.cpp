@@ -6,6 +6,7 @@
 #include "device-pool.h"
 #include "header-check.h"
 #include "io-probe.h"
+#include "moe-device.h"
 #include "moe-gate.h"
 #include "ram-tier.h"
 #include "router-guess.h"
@@ -222,29 +223,15 @@ bool moe_is_pool(ggml_backend_buffer_type_t buft) {
     return buft == pool_buft() || is_device_pool(buft);
 }
 
-// How many tokens a batch may have for the device's kernels to compute with each expert alone, wherever it lies; more need staging. Null: the
-// device takes no pools.
-using slot_tokens_fn = int (*)(ggml_backend_dev_t dev, ggml_type type);
-
-static slot_tokens_fn slot_tokens_of(ggml_backend_dev_t dev) {
+// what a device has for experts; null: it takes no pools
+static const moe_device_functions * functions_of(ggml_backend_dev_t dev) {
     const ggml_backend_reg_t reg = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
-    return reg ? (slot_tokens_fn) ggml_backend_reg_get_proc_address(reg, "moe_slot_tokens") : nullptr;
-}
-
-// what the device has to look after its slots itself: the functions of its nodes ("moe_device_map", "moe_device_guess"), and of what they made
-// ("moe_device_release"); null: it cannot
-template <typename F> static F device_fn(ggml_backend_dev_t dev, const char * name) {
-    const ggml_backend_reg_t reg = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
-    return reg ? (F) ggml_backend_reg_get_proc_address(reg, name) : nullptr;
-}
-
-static ggml_custom_op_t device_map_of(ggml_backend_dev_t dev) {
-    return device_fn<ggml_custom_op_t>(dev, "moe_device_map");
+    return reg ? (const moe_device_functions *) ggml_backend_reg_get_proc_address(reg, "moe_device") : nullptr;
 }
 
 static bool takes_pool(ggml_backend_buffer_type_t buft) {
     const ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
-    return slot_tokens_of(dev) && buft == ggml_backend_dev_buffer_type(dev);
+    return functions_of(dev) && buft == ggml_backend_dev_buffer_type(dev);
 }
 
 namespace {
@@ -253,12 +240,16 @@ namespace {
 // kernels nor make kernels wait. What keeps them apart is in moe_compute::finish().
 class device_storage final : public moe::storage {
 public:
-    explicit device_storage(ggml_backend_buffer_t buffer) : buffer(buffer) {}
+    explicit device_storage(ggml_backend_buffer_t buffer)
+        : buffer(buffer), functions(functions_of(ggml_backend_buft_get_device(buffer->buft))), device(functions->of_device(ggml_backend_buffer_get_base(buffer))) {}
 
     void write(void * dst, const void * src, uint64_t size) const override {
         ggml_tensor t = bytes(dst, size);
         buffer->iface.set_tensor(buffer, &t, src, 0, size);
     }
+
+    void write_begin(void * dst, const void * src, uint64_t size) const override { functions->write_begin(device, dst, src, size); }
+    void write_end() const override { functions->write_end(device); }
 
     void read(void * dst, const void * src, uint64_t size) const override {
         const ggml_tensor t = bytes(src, size);
@@ -290,6 +281,8 @@ private:
     }
 
     const ggml_backend_buffer_t buffer;
+    const moe_device_functions * const functions;
+    const int device;
 };
 
 } // namespace
@@ -645,7 +638,7 @@ void moe_stream::close() {
     stream.reset(); // its workers write to the slots, which the model is about to free
     for (size_t i = 0; i < device_layers.size(); ++i) {
         if (device_layers[i].state) {
-            device_fn<void (*)(void *)>(ggml_backend_buft_get_device(layers_in_order[i]), "moe_device_release")(&device_layers[i]);
+            functions_of(ggml_backend_buft_get_device(layers_in_order[i]))->release(&device_layers[i]);
         }
     }
     trace.reset();
@@ -1061,7 +1054,7 @@ static bool is_overridden(const moe_stream & moe, const llama_model_loader & ml)
 static ggml_backend_dev_t only_device_of(const moe_stream & moe, const llama_model_loader & ml, const llama_hparams & hparams,
         const llama_model_params & params, const std::vector<llama_device> & devices) {
     const bool all_layers = params.n_gpu_layers < 0 || params.n_gpu_layers > (int32_t) hparams.n_layer_all; // the output counts as one
-    return all_layers && devices.size() == 1 && slot_tokens_of(devices[0].dev) && !is_overridden(moe, ml) ? devices[0].dev : nullptr;
+    return all_layers && devices.size() == 1 && functions_of(devices[0].dev) && !is_overridden(moe, ml) ? devices[0].dev : nullptr;
 }
 
 static void find_experts(moe_stream & moe, const llama_model_loader & ml, const llama_hparams & hparams) {
@@ -1427,7 +1420,7 @@ std::shared_ptr<moe_stream> moe_load_begin(
     check_model(*moe, hparams);
     for (const llama_device & d : devices) {
         moe->with_devices = true;
-        moe->takes_pools  = moe->takes_pools || slot_tokens_of(d.dev);
+        moe->takes_pools  = moe->takes_pools || functions_of(d.dev);
     }
     moe->only_device = only_device_of(*moe, ml, hparams, params, devices);
     refuse_combinations(*moe, ml, params, devices);
@@ -1502,9 +1495,6 @@ static std::string why_no_mailbox(const moe_stream & moe) {
     for (const auto & [place, p] : moe.places) {
         if (is_device_pool(place) && is_in_host(place)) {
             return "--moe-pool host";
-        }
-        if (is_device_pool(place) && !device_map_of(ggml_backend_buft_get_device(place))) {
-            return format("%s has no kernels for it", ggml_backend_buft_name(own_buft(place)));
         }
     }
     for (const auto & [il, tensors] : moe.layers) {
@@ -2342,7 +2332,7 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
             const int32_t part = (int32_t) d.parts.size() - 1;
             if (on_device) { // only the processor's kernels know gates
                 const ggml_backend_dev_t dev = ggml_backend_buft_get_device(own_buft(t.place));
-                n_slot_tokens = std::min<int64_t>(n_slot_tokens, slot_tokens_of(dev)(dev, t.pool->type));
+                n_slot_tokens = std::min<int64_t>(n_slot_tokens, functions_of(dev)->slot_tokens(dev, t.pool->type));
             } else {
                 add_gate(*moe, t.pool, i_layer, part, false);
             }
@@ -2754,7 +2744,7 @@ static ggml_tensor * map_on_device(moe_stream & moe, ggml_context * ctx, ggml_cg
     } guessed_from = {};
 
     const device_tables & tables = moe.tables[i_layer];
-    const ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tables.slot_of->buffer));
+    const moe_device_functions * functions = functions_of(ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tables.slot_of->buffer)));
     const bool is_fit = moe.device_layers.empty();
     ggml_tensor * map_args[] = { selected, tables.slot_of, guessed_from.state };
     const bool was_guessed = guessed_from.gf == gf && guessed_from.i_layer == i_layer;
@@ -2765,14 +2755,14 @@ static ggml_tensor * map_on_device(moe_stream & moe, ggml_context * ctx, ggml_cg
     if (!is_fit && i_next < (int32_t) moe.tables.size() && can_guess_on_device(moe, i_next, state)) {
         const device_tables & next = moe.tables[i_next];
         ggml_tensor * guess_args[] = { state, next.router, next.slot_of };
-        ggml_tensor * guess = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, guess_args, 3, device_fn<ggml_custom_op_t>(dev, "moe_device_guess"), 1,
+        ggml_tensor * guess = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, guess_args, 3, functions->guess, 1,
                 &moe.device_layers[i_next]);
         ggml_format_name(guess, "moe_guess-%d", i_next);
         ggml_build_forward_expand(gf, guess);
         guessed_from = { gf, i_next, state };
     }
 
-    ggml_tensor * map = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, map_args, was_guessed ? 3 : 2, device_map_of(dev), 1,
+    ggml_tensor * map = ggml_custom_4d(ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, map_args, was_guessed ? 3 : 2, functions->map, 1,
             is_fit ? nullptr : &moe.device_layers[i_layer]);
     ggml_format_name(map, "moe_map-%d", i_layer);
     ggml_build_forward_expand(gf, map);

@@ -330,7 +330,7 @@ reader::reader(std::unique_ptr<file_source> source_in, int32_t n_threads, uint64
         }
         w.flights.resize(depth);
         w.idle.reserve(depth);
-        w.taken.reserve(depth);
+        w.taken.reserve(depth + max_writes);
         for (int32_t id = depth - 1; id >= 0; --id) {
             w.flights[id].bounce = bounce ? bounce + (i * depth + id) * given_stride(bounce_size()) :
                 bounces.empty() ? nullptr : bounces[i * depth + id].get();
@@ -473,6 +473,11 @@ uint64_t reader::cancel(transfer_group & group) noexcept {
     return n_bytes;
 }
 
+// from the processor's memory to a storage: begun, and waited for with others
+static bool is_write(const transfer & t) {
+    return t.src && t.at && t.src_is_ours;
+}
+
 // Moves work to the worker: no more than it can start, and no more than its share of what waits, so that all of them copy and convert.
 // False: it is time to go.
 bool reader::take(worker & w) {
@@ -486,8 +491,14 @@ bool reader::take(worker & w) {
         return w.idle.size() < w.flights.size(); // what was begun is brought to its end
     }
     const size_t share = (n_waiting() + workers.size() - 1) / workers.size();
-    while (w.taken.size() < std::min(share, w.idle.size())) {
+    size_t n_writes = 0;
+    while (w.taken.size() < share) {
         std::deque<job> & queue = queue_demand.empty() ? queue_background : queue_demand;
+        const bool writes = is_write(queue.front().part);
+        if (writes ? n_writes == max_writes : w.taken.size() - n_writes == w.idle.size()) {
+            break;
+        }
+        n_writes += writes;
         w.taken.push_back(queue.front());
         queue.pop_front();
     }
@@ -507,11 +518,7 @@ static void copy(const transfer & t) {
         return;
     }
     save(t);
-    if (t.at && t.src_is_ours) {
-        t.at->write(t.dst, t.src, t.size);
-    } else {
-        copy_in(t.at, t.dst, t.src, t.size);
-    }
+    copy_in(t.at, t.dst, t.src, t.size);
 }
 
 void reader::work(worker & w) {
@@ -539,9 +546,17 @@ void reader::work(worker & w) {
                 save(j.part); // while it is read into the bounce buffer
             }
         }
-        for (const job & j : w.taken) {
-            if (j.part.src) { // while the reads are under way
+        for (const job & j : w.taken) { // while the reads are under way
+            if (is_write(j.part)) {
+                j.part.at->write_begin(j.part.dst, j.part.src, j.part.size);
+            } else if (j.part.src) {
                 copy(j.part);
+                finish(j, "");
+            }
+        }
+        for (const job & j : w.taken) {
+            if (is_write(j.part)) {
+                j.part.at->write_end();
                 finish(j, "");
             }
         }

@@ -108,6 +108,10 @@ public:
     virtual void read (void * dst, const void * src, uint64_t size) const = 0;  // dst is the processor's
     virtual void copy (void * dst, const void * src, uint64_t size) const = 0;  // both are here
     virtual void fill (void * dst, uint8_t value, uint64_t size) const = 0;
+
+    // several writes at once: all that the calling thread has begun here is done when write_end() returns
+    virtual void write_begin(void * dst, const void * src, uint64_t size) const { write(dst, src, size); }
+    virtual void write_end() const {}
 };
 
 void copy_in(const storage * at, void * dst, const void * src, uint64_t size);
@@ -240,6 +244,8 @@ private:
         std::vector<job>            taken;   // at most depth
         bool                        has_room = false; // sleeps in next() and could start more; guarded by mutex
     };
+
+    static constexpr size_t max_writes = 8; // that a worker begins before it waits for them
 
     uint64_t bounce_size() const;
     uint64_t next_piece(const transfer & t, uint64_t pos) const;

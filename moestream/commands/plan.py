@@ -20,7 +20,7 @@ from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
 from moestream.models import names
 from moestream.models.store import ModelStore
-from moestream.planning import card, fit, hardware, hits, link, memory, remote, speed
+from moestream.planning import card, card_rates, fit, hardware, hits, memory, remote, speed
 from moestream.planning import check as checking
 from moestream.planning.fit import Chosen, check_cache_type
 from moestream.planning.hits import HitModel
@@ -356,9 +356,15 @@ def as_text(data: dict[str, Any], made: Plan, measured: Measured) -> str:
         ]
         for row in made.rows
     ]  # fmt: skip
-    on_card = data["card"] and data["card"]["command"]
-    other = f"\nor with slots on the card: {on_card}" if on_card else ""
-    return f"{report.table(rows)}\n\n{text_table([head, *table])}\n\nstart with: {data['command']}{other}"
+    text = f"{report.table(rows)}\n\n{text_table([head, *table])}\n\n"
+    on_card = data["card"]
+    if not on_card or not on_card["command"]:
+        return f"{text}start with: {data['command']}"
+    in_ram = f"with slots in RAM: {data['command']}"
+    return f"{text}on the card\n\n{_card_table(on_card)}\n\nstart with: {on_card['command']}\nor {in_ram}"
+
+
+_CARD_LIMITS = {"disk": "the drive", "link": "the link to the card", "compute": "what the card computes"}
 
 
 def _card_text(on_card: dict[str, Any] | None) -> str | None:
@@ -371,11 +377,26 @@ def _card_text(on_card: dict[str, Any] | None) -> str | None:
     if not on_card["fits"]:
         text += ": they do not fit"
     if on_card["slots"] >= on_card["n_expert"]:
-        return f"{text}; nothing is streamed then"
-    text += f"; {report.size(on_card['ram_tier_bytes'])} of locked RAM below; hit rate {on_card['hit_rate']:.1%}, {report.size(round(on_card['missed_bytes']))} a token over the link"
-    link_bytes_s, most = on_card["link_bytes_s"], on_card["tokens_per_s_at_most"]
-    text += f" ({_rate(link_bytes_s)})"
+        text += "; nothing is streamed then"
+    else:
+        text += f"; {report.size(on_card['ram_tier_bytes'])} of locked RAM below; hit rate {on_card['hit_rate']:.1%}, {report.size(round(on_card['missed_bytes']))} a token over the link"
+        text += f" ({_rate(on_card['link_bytes_s'])})"
+    predicted, most = on_card["tokens_per_s"], on_card["tokens_per_s_at_most"]
+    if predicted:
+        return f"{text}: {predicted:.0f} tok/s, limited by {_CARD_LIMITS[on_card['limit']]}"
     return f"{text}: at most {most:.1f} tok/s, however fast the card computes" if most else text
+
+
+def _card_table(on_card: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{row['slots']}{' *' if row['slots'] == on_card['slots'] else ''}", report.size(row["budgeted_bytes"]), f"{row['hit_rate']:.1%}",
+            f"{row['missed_bytes'] / 2**20:.1f}", "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.0f}", row["limit"] or "-",
+            "yes" if row["fits"] else "no",
+        ]
+        for row in on_card["table"]
+    ]  # fmt: skip
+    return text_table([["slots", "memory", "hit rate", "MiB/token", "tok/s", "limit", "fits"], *rows])
 
 
 def plan_command(
@@ -416,7 +437,9 @@ def plan_command(
             "the command below needs an engine for the card: moestream build --backend cuda; the one in use computes on the CPU alone"
         )
     if slots == "auto" and machine.vram_bytes is not None and not settings.has_budget:
-        notices.append("start leaves --slots auto to the engine, in the memory of the card, as the second command has it")
+        notices.append("start leaves --slots auto to the engine, in the memory of the card, as the first command has it")
+        if len(measured.gpus) > 1:
+            notices.append(f"the engine's auto is for one card: with {len(measured.gpus)} give --slots N, or CUDA_VISIBLE_DEVICES=0")
     if facts.is_moe and facts.expert_bytes >= memory.PROBE_BYTES_MIN:
         wishes = replace(wishes, in_flight_expected=memory.in_flight_chosen(measured.drive.rates))
     model = hit_model(subject, settings.map, trace_path, wishes, machine.available_bytes, notices)
@@ -438,7 +461,7 @@ def _card_json(
         return None
     on_card = card.decide(
         subject.facts, wishes, made.hits, free_bytes=machine.vram_bytes, available_bytes=machine.available_bytes,
-        link_bytes_s=link.bytes_per_s() if measured.gpus else None, disk_bytes_s=measured.drive.bytes_s,
+        rates=card_rates.measure() if measured.gpus else card_rates.CardRates(), disk_bytes_s=measured.drive.bytes_s,
     )  # fmt: skip
     command = None
     if on_card.slots >= on_card.least_slots:

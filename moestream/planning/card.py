@@ -1,6 +1,11 @@
-"""Slots in the memory of a card: how many fit, what is below them, and what the link to the card allows. Pure.
+"""Slots in the memory of a card: how many fit, what is below them, and how fast that is. Pure.
 
 The numbers are those of the engine (``decide_slots`` and ``device_ram_budget`` in engine/moe-hooks.cpp), for one card that takes all layers.
+
+A token's weights pass through the card's memory once; beside that a kernel or two of each tensor take their time, however small it is:
+``TENSOR_S``, from two models on one card (docs/cuda.md). What is missed is copied by kernels at ``LINK_SHARE`` of what the link's own copies
+reach, in part while the card computes: both together are taken as ``(a^p + b^p)^(1/p)``, with a p that fits what was measured from 8 to 96 slots. What
+neither slots nor RAM tier have is read meanwhile, and waited for.
 """
 
 from __future__ import annotations
@@ -9,13 +14,42 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moestream.gguf_facts import GgufFacts
-from moestream.planning import memory, state
+from moestream.planning import memory, speed, state
+from moestream.planning.card_rates import CardRates
 from moestream.planning.hits import HitModel
 from moestream.planning.memory import RAM_AUTO, Wishes
 from moestream.planning.speed import total_s
 
+TENSOR_S = 4.8e-6
+LINK_SHARE = 0.88
+_OVERLAP = 1.5  # p
 _LARGEST_BATCH = 8  # tokens that go through slots on a card, at most
+_NEIGHBOURS = (0.5, 0.75, 1.25, 1.5)
 _MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class CardSpeed:
+    """A prediction for one number of slots.
+
+    Attributes:
+        missed_bytes: that a token needs over the link.
+        read_bytes: of these, what neither slots nor RAM tier have.
+        seconds: of a token, by what takes it: ``compute``, ``link``, ``disk``; None: needed, and not measured.
+        tokens_per_s: None where one of them is not known.
+        tokens_per_s_at_most: what link and drive allow, however fast the card computes; None where one of them is needed and not measured, or
+            nothing is missed.
+        limit: what takes most of the time; empty where it is not known.
+    """
+
+    slots: int
+    hit_rate: float
+    missed_bytes: float
+    read_bytes: float
+    seconds: dict[str, float | None]
+    tokens_per_s: float | None
+    tokens_per_s_at_most: float | None
+    limit: str
 
 
 @dataclass(frozen=True)
@@ -29,11 +63,9 @@ class CardPlan:
         budgeted_bytes: what the engine reckons for these slots, on the card.
         staging_bytes: on the card; 0 where every expert has a slot.
         ram_tier_bytes: page-locked memory of the machine.
-        missed_bytes: that a token needs over the link.
-        read_bytes: of these, what neither slots nor RAM tier have.
         link_bytes_s: of copies from page-locked memory to the card; None: not measured.
-        tokens_per_s_at_most: what link and drive allow, one after the other, however fast the card computes; None where one of them is needed
-            and not measured, or nothing is missed.
+        speed: with these slots.
+        rows: the same with more and fewer, in order, and whether they fit.
     """
 
     slots: int
@@ -44,18 +76,19 @@ class CardPlan:
     budgeted_bytes: int
     staging_bytes: int
     ram_tier_bytes: int
-    hit_rate: float
-    missed_bytes: float
-    read_bytes: float
     link_bytes_s: float | None
-    tokens_per_s_at_most: float | None
+    speed: CardSpeed
+    rows: tuple[tuple[CardSpeed, int, bool], ...]  # with bytes on the card
 
     @property
     def fits(self) -> bool:
         return self.slots >= self.least_slots and self.budgeted_bytes <= self.usable_bytes
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "fits": self.fits}
+        rows = [{**asdict(row), "budgeted_bytes": size, "fits": fits} for row, size, fits in self.rows]
+        of_speed = {k: v for k, v in asdict(self.speed).items() if k != "slots"}
+        whole = {k: v for k, v in asdict(self).items() if k not in ("speed", "rows")}
+        return {**whole, **of_speed, "fits": self.fits, "table": rows}
 
 
 def usable(free_bytes: int) -> int:
@@ -75,8 +108,50 @@ def _ram_tier(facts: GgufFacts, wishes: Wishes, available_bytes: int) -> int:
     return min(max(wanted, least), experts)
 
 
+def compute_s(facts: GgufFacts, rates: CardRates) -> float | None:
+    """Of a token, with all that it needs in the card's memory."""
+    if rates.memory_bytes_s is None:
+        return None
+    return speed.active_bytes(facts) / rates.memory_bytes_s + facts.n_tensor * TENSOR_S
+
+
+def predict(
+    facts: GgufFacts, hits: HitModel, rates: CardRates, *, slots: int, ram_tier_bytes: int, disk_bytes_s: float | None
+) -> CardSpeed:
+    """Predict speeds with so many slots on the card, and so much memory below them."""
+    needed = missed = hit = 0.0
+    experts = 0
+    for layer in facts.moe_layers_served:
+        used, rate = sum(hits.chosen[layer]), hits.hit_rate(layer, slots)
+        needed += used
+        hit += used * rate
+        missed += used * (1 - rate) * facts.bytes_per_slot(layer)
+        experts += facts.layer_tensors(layer)[0].n_expert * facts.bytes_per_slot(layer)
+    read = missed * max(0.0, 1 - ram_tier_bytes / experts)
+    seconds = {
+        "compute": compute_s(facts, rates),
+        "link": 0.0 if missed <= 0 else missed / (LINK_SHARE * rates.link_bytes_s) if rates.link_bytes_s else None,
+        "disk": 0.0 if read <= 0 else read / disk_bytes_s if disk_bytes_s else None,
+    }
+    computes, link, disk = seconds.values()
+    whole = None
+    if computes is not None and link is not None:
+        whole = total_s({"card": (computes**_OVERLAP + link**_OVERLAP) ** (1 / _OVERLAP), "disk": disk})
+    at_most = total_s({"link": link and LINK_SHARE * link, "disk": disk})
+    return CardSpeed(
+        slots=slots,
+        hit_rate=hit / needed if needed else 1.0,
+        missed_bytes=missed,
+        read_bytes=read,
+        seconds=seconds,
+        tokens_per_s=1 / whole if whole else None,
+        tokens_per_s_at_most=1 / at_most if at_most else None,
+        limit="" if whole is None else max(seconds, key=lambda name: seconds[name] or 0.0),
+    )
+
+
 def decide(
-    facts: GgufFacts, wishes: Wishes, hits: HitModel, *, free_bytes: int, available_bytes: int, link_bytes_s: float | None,
+    facts: GgufFacts, wishes: Wishes, hits: HitModel, *, free_bytes: int, available_bytes: int, rates: CardRates,
     disk_bytes_s: float | None,
 ) -> CardPlan:  # fmt: skip
     """Plan.
@@ -85,7 +160,6 @@ def decide(
         facts: of a model with experts.
         free_bytes: of the card.
         available_bytes: memory of the machine.
-        link_bytes_s: copies from page-locked memory to the card; None: not measured.
         disk_bytes_s: reads of experts from the drive; None: not measured.
     """
     n_used, n_expert = facts.n_expert_used, max(t.n_expert for t in facts.expert_tensors)
@@ -100,24 +174,17 @@ def decide(
         slots = n_expert
     else:
         slots = min(max(0, can - resident) // slot_bytes, n_expert - 1)
-    is_all = slots >= n_expert
-    tier = 0 if is_all else _ram_tier(facts, wishes, available_bytes)
+    tier = _ram_tier(facts, wishes, available_bytes)
 
-    needed = missed = hit = 0.0
-    experts = 0
-    for layer in facts.moe_layers_served:
-        used, rate = sum(hits.chosen[layer]), hits.hit_rate(layer, slots)
-        needed += used
-        hit += used * rate
-        missed += used * (1 - rate) * facts.bytes_per_slot(layer)
-        experts += facts.layer_tensors(layer)[0].n_expert * facts.bytes_per_slot(layer)
-    read = missed * max(0.0, 1 - tier / experts)
-    seconds = total_s(
-        {
-            "link": 0.0 if missed <= 0 else missed / link_bytes_s if link_bytes_s else None,
-            "disk": 0.0 if read <= 0 else read / disk_bytes_s if disk_bytes_s else None,
-        }
-    )
+    def row(n: int) -> tuple[CardSpeed, int, bool]:
+        predicted = predict(
+            facts, hits, rates, slots=n, ram_tier_bytes=0 if n >= n_expert else tier, disk_bytes_s=disk_bytes_s
+        )
+        size = resident + n * slot_bytes
+        return predicted, size, n_used <= n and size <= can
+
+    counts = {min(max(round(slots * f), n_used), n_expert) for f in _NEIGHBOURS}
+    is_all = slots >= n_expert
     return CardPlan(
         slots=slots,
         least_slots=n_used,
@@ -126,10 +193,8 @@ def decide(
         usable_bytes=can,
         budgeted_bytes=resident + slots * slot_bytes,
         staging_bytes=0 if is_all else staging,
-        ram_tier_bytes=tier,
-        hit_rate=hit / needed if needed else 1.0,
-        missed_bytes=missed,
-        read_bytes=read,
-        link_bytes_s=link_bytes_s,
-        tokens_per_s_at_most=1 / seconds if seconds else None,
+        ram_tier_bytes=0 if is_all else tier,
+        link_bytes_s=rates.link_bytes_s,
+        speed=row(slots)[0],
+        rows=tuple(row(n) for n in sorted(counts | {max(slots, n_used), n_used, n_expert})),
     )

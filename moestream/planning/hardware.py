@@ -12,7 +12,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,14 +84,33 @@ def repacked_types(machine: str | None = None) -> frozenset[str]:
     return REPACKED_ARM if (machine or platform.machine()).lower() in ("aarch64", "arm64") else REPACKED_X86
 
 
-def gpus(program: str = "nvidia-smi") -> list[Gpu]:
-    """Those that nvidia-smi knows; none where it is missing or fails."""
-    answer = nvidia_smi.ask("name", "memory.total", "memory.free", timeout_s=_NVIDIA_SMI_TIMEOUT_S, program=program)
+def gpus(program: str = "nvidia-smi", environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """Those that nvidia-smi knows and CUDA_VISIBLE_DEVICES does not hide; none where it is missing or fails."""
+    fields = ("name", "memory.total", "memory.free", "index", "uuid")
+    answer = nvidia_smi.ask(*fields, timeout_s=_NVIDIA_SMI_TIMEOUT_S, program=program)
+    rows: Sequence[tuple[str, ...]] = answer.rows
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    if wanted is not None:
+        rows = visible(rows, wanted)
     return [
         Gpu(name, int(total) << 20, int(free) << 20)
-        for name, total, free in answer.rows
+        for name, total, free, *_ in rows
         if total.isdigit() and free.isdigit()  # not where they share the machine's memory
     ]
+
+
+def visible(rows: Sequence[tuple[str, ...]], wanted: str) -> list[tuple[str, ...]]:
+    """Rows that end with index and uuid, as CUDA_VISIBLE_DEVICES orders them: up to the first that names none, as CUDA reads it.
+
+    Numbers are nvidia-smi's, which are CUDA's where all cards are alike or CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    """
+    found: list[tuple[str, ...]] = []
+    for name in (part.strip() for part in wanted.split(",")):
+        row = next((r for r in rows if name and (r[-2] == name or r[-1].startswith(name))), None)
+        if row is None or row in found:
+            break
+        found.append(row)
+    return found
 
 
 # --- the drive -------------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def settle(facts: GgufFacts, budget: Budget, wishes: Wishes, *, by_start: bool =
             notices.append("expert slots are in RAM and computed with on the CPU, whatever a GPU has")
         else:
             notices.append(
-                "slots, table and first command are of slots in RAM, computed with on the CPU; slots on the card are told apart"
+                "slots, the first table and the last command are of slots in RAM, computed with on the CPU; slots on the card are told apart"
             )
     decided = memory.decide(facts, wishes, budget.available_bytes, resident_elsewhere=on_gpu)
     misfit = None

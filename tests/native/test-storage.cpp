@@ -6,6 +6,9 @@
 
 #include <sys/mman.h>
 
+#include <map>
+#include <thread>
+
 using namespace moe;
 
 // hands out addresses that nobody may touch; the bytes are elsewhere
@@ -27,6 +30,23 @@ public:
     }
     void fill (void * dst, uint8_t value, uint64_t n) const override { memset(near(dst, n), value, n); }
 
+    // at the end only: what says too early that it is done is seen to be wrong
+    void write_begin(void * dst, const void * src, uint64_t n) const override {
+        std::lock_guard<std::mutex> lock(mutex);
+        begun[std::this_thread::get_id()].push_back({ dst, src, n });
+    }
+    void write_end() const override {
+        std::vector<begun_write> mine;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            mine.swap(begun[std::this_thread::get_id()]);
+        }
+        n_most_begun = std::max(n_most_begun.load(), mine.size());
+        for (const begun_write & w : mine) {
+            write(w.dst, w.src, w.n);
+        }
+    }
+
     // where the bytes of an address are
     uint8_t * near(const void * p, uint64_t n) const {
         CHECK((const uint8_t *) p >= first && (const uint8_t *) p + n <= first + size);
@@ -40,8 +60,17 @@ public:
     }
 
     mutable std::atomic<int32_t> n_copies { 0 };
+    mutable std::atomic<size_t>  n_most_begun { 0 }; // at once, by one thread
 
 private:
+    struct begun_write {
+        void *       dst;
+        const void * src;
+        uint64_t     n;
+    };
+    mutable std::mutex mutex;
+    mutable std::map<std::thread::id, std::vector<begun_write>> begun;
+
     const uint64_t               size;
     mutable std::vector<uint8_t> bytes;
     uint8_t *                    first = nullptr;
@@ -242,6 +271,18 @@ TEST(staging_takes_what_the_devices_tier_has_and_leaves_slots_alone) {
             }
         }
     }
+}
+
+TEST(a_worker_begins_several_writes_before_it_waits) {
+    far_experts f(two_layers, 1, true, true);
+    f.s->compute_begin();
+    ask(f, 0, { 0, 1, 2, 3, 4, 5, 6, 7, 8 });
+    CHECK_EQ(f.s->compute_end(true), "");
+    CHECK_EQ(f.far.n_most_begun.load(), 0u);
+    f.s->compute_begin();
+    f.visit(0, true, { { 0, 1 }, { 2, 3 }, { 4, 5 }, { 6, 7 }, { 8, 0 } });
+    CHECK_EQ(f.s->compute_end(true), "");
+    CHECK(f.far.n_most_begun.load() > 1 && f.far.n_most_begun.load() <= 8);
 }
 
 TEST(a_layer_of_a_device_can_be_filled_at_once) {

@@ -228,7 +228,7 @@ def test_a_map_says_what_is_hit(home: Home, tmp_path: Path) -> None:
 def test_gpus_count_for_an_engine_that_uses_them(home: Home, tmp_path: Path) -> None:
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho 'NVIDIA X, 8192, 7000'\n")
+    program.write_text("#!/bin/sh\necho 'NVIDIA X, 8192, 7000, 0, GPU-x'\n")
     program.chmod(0o755)
     home.variables["PATH"] = f"{program.parent}:{os.environ['PATH']}"
     answer = plan(home, str(DEMO))
@@ -254,7 +254,8 @@ def test_slots_on_a_card_beside_those_in_ram(home: Home) -> None:
     given = (str(DEMO), "--ram", "1GiB", "--vram", "100MiB", "--cache-type-k", "q8_0")
     on_card = plan(home, *given)["card"]
     line = next(line for line in DOC.read_text().splitlines() if line.startswith("| `card` |"))
-    assert set(on_card) <= set(re.findall(r"`(\w+)`", line))
+    named = set(re.findall(r"`(\w+)`", line))
+    assert set(on_card) <= named and all(set(row) <= named for row in on_card["table"])
     assert 6 <= on_card["slots"] < 64 and on_card["link_bytes_s"] is None and on_card["tokens_per_s_at_most"] is None
     assert on_card["ram_tier_bytes"] == 8 * 64 * 62208
     assert on_card["command"].endswith(f"--slots {on_card['slots']} --ctx 2048 -- --cache-type-k q8_0 -ngl 99")
@@ -263,11 +264,13 @@ def test_slots_on_a_card_beside_those_in_ram(home: Home) -> None:
         f"on the card  {on_card['slots']} of 64 slots in each layer, " in said
         and "a token over the link (not measured)" in said
     )
-    assert said.rstrip().endswith(f"or with slots on the card: {on_card['command']}")
+    in_ram = plan(home, *given)["command"]
+    assert said.rstrip().endswith(f"start with: {on_card['command']}\nor with slots in RAM: {in_ram}")
+    assert f"\n{on_card['slots']} *" in said.split("\non the card\n")[1], "the table of the card"
     too_small = home.run("plan", str(DEMO), "--ram", "1GiB", "--vram", "20MiB").stdout
     assert (
         "on the card  no: 6 slots, what one token uses, do not fit; " in too_small
-        and "or with slots on the card" not in too_small
+        and "or with slots in RAM" not in too_small
     )
     assert plan(home, str(DEMO), "--ram", "1GiB")["card"] is None
 

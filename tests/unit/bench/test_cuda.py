@@ -31,6 +31,17 @@ def test_sides() -> None:
     ]
 
 
+def test_some_of_the_sides() -> None:
+    sides = cuda.sides_for(["32", "all"], 16)
+
+    def names(*parts: str) -> list[str]:
+        return [s.name for s in cuda.chosen(sides, parts)]
+
+    assert names() == [s.name for s in sides]
+    assert names("32 slots", "-ncmoe 99") == ["stock, -ncmoe 99", "32 slots"], "a whole name is no part of others"
+    assert names("prefetch", "drive") == ["32 slots, no prefetch", "32 slots, no RAM tier, from the drive"]
+
+
 def test_medians_in_order_of_first_appearance() -> None:
     runs = [
         cuda.Run("b", {"tg128": 10.0, "pp512": 100.0}, 500, None),

@@ -34,15 +34,19 @@ def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_smi(tmp_path, "echo 'NVIDIA A, rev 2, 8192, 7000'; echo 'NVIDIA B, 4096, 100'; echo 'C, [N/A], [N/A]'", monkeypatch)
-    assert hardware.gpus() == [
-        hardware.Gpu("NVIDIA A, rev 2", 8192 * MIB, 7000 * MIB),
-        hardware.Gpu("NVIDIA B", 4096 * MIB, 100 * MIB),
-    ]
+    lines = ("NVIDIA A, rev 2, 8192, 7000, 0, GPU-aa1", "NVIDIA B, 4096, 100, 1, GPU-ab2", "C, [N/A], [N/A], 2, GPU-c")
+    fake_smi(tmp_path, "; ".join(f"echo '{line}'" for line in lines), monkeypatch)
+    first, second = hardware.Gpu("NVIDIA A, rev 2", 8192 * MIB, 7000 * MIB), hardware.Gpu("NVIDIA B", 4096 * MIB, 100 * MIB)
+    assert hardware.gpus(environment={}) == [first, second]
+    for wanted, seen in (
+        ("0", [first]), ("1,0", [second, first]), ("GPU-ab", [second]), ("GPU-aa1, 1", [first, second]), ("1,9,0", [second]), ("1,1", [second]),
+        ("", []), ("-1", []),
+    ):  # fmt: skip
+        assert hardware.gpus(environment={"CUDA_VISIBLE_DEVICES": wanted}) == seen, wanted
 
 
 def test_no_gpus_where_nvidia_smi_fails_or_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_smi(tmp_path, "echo 'NVIDIA A, 8192, 7000'; exit 9", monkeypatch)
+    fake_smi(tmp_path, "echo 'NVIDIA A, 8192, 7000, 0, GPU-a'; exit 9", monkeypatch)
     assert hardware.gpus() == []
     assert hardware.gpus("no-such-nvidia-smi") == []
 

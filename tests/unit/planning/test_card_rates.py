@@ -1,4 +1,4 @@
-"""The speed of copies to a card, asked of a driver that was made for the test."""
+"""The speeds of copies to a card and within it, asked of a driver that was made for the test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moestream.planning import link
+from moestream.planning import card_rates
+from moestream.planning.card_rates import CardRates
 
 DRIVER = r"""
 #include <stdint.h>
@@ -26,6 +27,8 @@ int cuMemAllocHost_v2(void ** p, size_t n) { if (fails(5)) return 2; hosts++; *p
 int cuMemFreeHost(void * p) { hosts--; free(p); return 0; }
 int cuMemAlloc_v2(uint64_t * p, size_t n) { if (fails(6)) return 2; cards++; *p = 0x700000000000u; return 0; }
 int cuMemFree_v2(uint64_t p) { cards -= p == 0x700000000000u; return 0; }
+int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t n) { if (fails(8) || to != from || to != 0x700000000000u) return 1; return 0; }
+int cuCtxSynchronize(void) { usleep(40000); return fails(9); }
 int cuMemcpyHtoD_v2(uint64_t to, void * from, size_t n) { if (fails(7) || to != 0x700000000000u || !from) return 1; usleep(20000); return 0; }
 """
 
@@ -47,18 +50,21 @@ def left(driver: str) -> int:
 
 
 def test_the_best_of_several(driver: str) -> None:
-    rate = link.bytes_per_s(0.05, driver)
-    assert rate is not None and 0 < rate <= link._BYTES / 0.02
+    rates = card_rates.measure(0.05, driver)
+    assert rates.link_bytes_s is not None and 0 < rates.link_bytes_s <= card_rates._LINK_BYTES / 0.02
+    assert rates.memory_bytes_s is not None and 0 < rates.memory_bytes_s <= 8 * card_rates._MEMORY_BYTES / 0.04
     assert left(driver) == 0
 
 
-@pytest.mark.parametrize("number", range(1, 8))
+@pytest.mark.parametrize("number", range(1, 10))
 def test_whatever_fails_is_no_answer_and_leaves_nothing(driver: str, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setenv("FAKE_CUDA_FAILS", str(number))
-    assert link.bytes_per_s(0.05, driver) is None
+    rates = card_rates.measure(0.05, driver)
+    assert (rates.link_bytes_s is None) == (number < 8)
+    assert (rates.memory_bytes_s is None) == (number in (1, 2, 3, 4, 6, 8, 9))
     assert left(driver) == 0
 
 
 def test_no_driver_and_another_library(tmp_path: Path) -> None:
-    assert link.bytes_per_s(library=str(tmp_path / "libcuda.so.1")) is None
-    assert link.bytes_per_s(library="libc.so.6") is None
+    assert card_rates.measure(library=str(tmp_path / "libcuda.so.1")) == CardRates()
+    assert card_rates.measure(library="libc.so.6") == CardRates()
