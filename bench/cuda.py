@@ -205,7 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--bin", type=Path, help="folder with llama-bench and moe-identity; that of the cuda engine in use when left out"
     )
     p.add_argument("--slots", default="8,16,32,64,96,all", help="of each layer, each a side (default: %(default)s)")
-    p.add_argument("--only", default="", help="sides of these names, or whose names contain one of these, separated by semicolons")
+    p.add_argument(
+        "--only", default="", help="sides of these names, or whose names contain one of these, separated by semicolons"
+    )
     p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--tokens", type=int, default=128)
     p.add_argument("--prompts", type=lambda s: [int(n) for n in s.split(",")], default=[512, 2048])

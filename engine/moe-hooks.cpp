@@ -2389,7 +2389,8 @@ void moe_load_end(moe_stream * moe, llama_model_loader & ml, std::unordered_map<
     r.map_pin         = moe->map_pin;
     r.warm            = moe->warm_s < 0 ? "off" : moe->warm_s == 0 ? "background" : std::to_string(moe->warm_s) + " s";
     r.overlap         = moe->overlap;
-    r.ram_requested   = moe->ram_wanted == MOE_RAM_AUTO ? "auto" : moe->ram_wanted == 0 ? "none" : std::to_string(moe->ram_wanted);
+    r.ram_requested   = moe->ram_wanted == MOE_RAM_AUTO ? "auto" : moe->ram_wanted > 0 ? std::to_string(moe->ram_wanted) :
+        moe->by_device && !moe->ram_given ? "default" : "none";
     r.prefetch        = moe->prefetch == moe::prefetch_kind::automatic ? "auto" : moe->prefetch == moe::prefetch_kind::on ? "on" : "off";
     size_t n_repacked = 0;
     bool   unlike_stock = false;

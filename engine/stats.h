@@ -77,7 +77,7 @@ struct stream_report {
     std::vector<probe_figure> io_probe;
     bool        overlap       = true;
     std::string staging;        // "full width", "ring of N", "none"
-    std::string ram_requested;  // as given: "none", "auto" or bytes
+    std::string ram_requested;  // as given: "none", "auto" or bytes; "default": not given, for slots that a device looks after
     std::string prefetch;       // as given: "auto", "on" or "off"
     std::string prefetch_reason; // why nothing is guessed, whatever was asked for; empty: it is possible
     std::string gpu_path;       // who looks after slots on devices: "mailbox" (they themselves), "copy" (the host); empty: there are none

@@ -10,6 +10,8 @@ neither slots nor RAM tier have is read meanwhile, and waited for.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -108,6 +110,34 @@ def _ram_tier(facts: GgufFacts, wishes: Wishes, available_bytes: int) -> int:
     return min(max(wanted, least), experts)
 
 
+def looks_after(stats: Mapping[str, Any]) -> str:
+    """Who looks after the slots of a server whose experts are all on cards: ``mailbox``, ``copy``, or ``resident`` where nothing is missing; empty
+    where the processor computes with some.
+
+    Args:
+        stats: docs/stats.md.
+    """
+    places = re.split(r", (?![^(]*\))", stats.get("placement") or "cpu")
+    on_cards = all(place.startswith("CUDA") for place in places)
+    return str((stats.get("gpu_path") or {}).get("in_force") or "") if on_cards else ""
+
+
+def expected(in_ram: Mapping[str, int], made: CardPlan, path: str) -> dict[str, int]:
+    """What a server takes, by purpose as docs/stats.md has it.
+
+    Args:
+        in_ram: the same with as many slots in RAM.
+        path: see ``looks_after``.
+    """
+    own = {
+        **in_ram,
+        "guess_bytes": 0,
+        "ram_bytes": made.ram_tier_bytes if path == "mailbox" else 0,
+        "staging_bytes": made.staging_bytes,
+    }
+    return {**own, "total_bytes": sum(size for name, size in own.items() if name != "total_bytes")}
+
+
 def compute_s(facts: GgufFacts, rates: CardRates) -> float | None:
     """Of a token, with all that it needs in the card's memory."""
     if rates.memory_bytes_s is None:
@@ -177,9 +207,7 @@ def decide(
     tier = _ram_tier(facts, wishes, available_bytes)
 
     def row(n: int) -> tuple[CardSpeed, int, bool]:
-        predicted = predict(
-            facts, hits, rates, slots=n, ram_tier_bytes=0 if n >= n_expert else tier, disk_bytes_s=disk_bytes_s
-        )
+        predicted = predict(facts, hits, rates, slots=n, ram_tier_bytes=0 if n >= n_expert else tier, disk_bytes_s=disk_bytes_s)
         size = resident + n * slot_bytes
         return predicted, size, n_used <= n and size <= can
 

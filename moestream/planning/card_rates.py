@@ -43,10 +43,12 @@ class CardRates:
     Attributes:
         link_bytes_s: copies from page-locked memory to the card.
         memory_bytes_s: bytes read and written by copies within its memory, both counted.
+        free_bytes: of its memory, as a program sees it, which itself takes some.
     """
 
     link_bytes_s: float | None = None
     memory_bytes_s: float | None = None
+    free_bytes: int | None = None
 
 
 def measure(limit_s: float = 0.1, library: str = LIBRARY) -> CardRates:
@@ -58,7 +60,10 @@ def measure(limit_s: float = 0.1, library: str = LIBRARY) -> CardRates:
     try:
         cuda = ctypes.CDLL(library)
         with _context(cuda):
-            return CardRates(_or_none(_link, cuda, limit_s), _or_none(_memory, cuda, limit_s))
+            free = _or_none(lambda cuda, _: _free(cuda), cuda, limit_s)
+            return CardRates(
+                _or_none(_link, cuda, limit_s), _or_none(_memory, cuda, limit_s), None if free is None else int(free)
+            )
     except (OSError, AttributeError, _NoAnswer):  # no library, an old one, or no
         return CardRates()
 
@@ -78,6 +83,12 @@ def _card_memory(cuda: ctypes.CDLL, size: int) -> Iterator[ctypes.c_uint64]:
         yield card
     finally:
         cuda.cuMemFree_v2(card)
+
+
+def _free(cuda: ctypes.CDLL) -> int:
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    _ok(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+    return free.value
 
 
 def _link(cuda: ctypes.CDLL, limit_s: float) -> float:

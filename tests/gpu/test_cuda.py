@@ -103,6 +103,19 @@ def test_a_host_that_never_answers_is_an_error_and_no_hang(demo: Path) -> None:
     assert "the host did not bring expert" in done.stderr and "hint: --moe-gpu-path copy" in done.stderr
 
 
+def test_memcheck(demo: Path) -> None:
+    """Slots that have never held anything, and a device so slow that its threads come in any order."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("needs compute-sanitizer of the CUDA toolkit")
+    check = (sanitizer, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9")
+    arguments = ("--gpu-layers", "99", "--slots", "used,used+9", "--ubatch", "1,6", "--tokens", "12", "--moe-prefetch", "on")
+    done = run(*check, tool("moe-identity"), "-m", demo, *arguments, env=environment(), ok=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [c.verdict for c in prove.parse(done.stdout, "demo", 1, "")] == ["ok"] * 4
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
+
+
 def test_contexts_in_turn_and_at_once(demo: Path) -> None:
     done = run(tool("moe-replay"), "-m", demo, "--gpu-layers", "99", "--slots", "used,used+10", env=environment())
     seed, calls, *lines = done.stdout.splitlines()
@@ -204,6 +217,7 @@ def test_who_looks_after_the_slots(demo: Path, tmp_path: Path, flags: tuple[str,
     stats = in_force(demo, tmp_path, "--moe-slots", "16", "-ngl", "99", "--device", "CUDA0", *flags)
     assert stats["gpu_path"] == {"in_force": path, "reason": reason}
     assert (stats["memory"]["ram_bytes"] > 0) == (path == "mailbox")
+    assert stats["ram_requested"] == ("default" if path == "mailbox" else "none")
 
 
 def test_memory_that_cannot_be_locked(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ FAKE_LLAMA, separated by commas:
     no-stats          404 on /moe/stats, as stock llama-server
     streaming-off
     takes=M           says that it takes M MiB of memory
+    on-card           says that a card looks after its slots, with what the demo model then takes of locked RAM
     sleeps               has freed its model, as llama-server after --sleep-idle-seconds
     records=PATH      writes this file's content where --moe-trace says, as a llama-server that has computed something
     needs-key=K       401 on everything but /health without this API key
@@ -69,17 +70,21 @@ def stats():
     layer = {"slots": n_slots, "hits": 30, "misses": 10, "evictions": 2, "bytes_needed": 40 << 20,
              "bytes_read": 10 << 20, "stall_us": 1500}  # fmt: skip
     total = int(FAULTS.get("takes", 16)) << 20
+    on_card = {}
+    if "on-card" in FAULTS:
+        on_card = {"placement": "CUDA0", "gpu_path": {"in_force": "mailbox", "reason": ""}}
     return {
         "schema": "moestream/stats/1", "streaming": True, "n_layer_moe": 8, "n_expert": 64, "n_expert_used": 6,
         "slots": n_slots, "policy": value_of("--moe-policy", "lru"),
         "io": {"mode": "buffered", "requested": value_of("--moe-io", "auto"), "reason": "", "threads": 4, "backend": "threads", "in_flight": 4},
         "overlap": True, "placement": "cpu", "kernels": {"experts": "repacked", "dense": "plain", "same_bits_as": "stock llama.cpp"},
         "memory": {"pool_bytes": 4 << 20, "staging_bytes": 1 << 20, "bounce_bytes": 0, "dense_bytes": 8 << 20,
-                   "kv_bytes": 2 << 20, "compute_bytes": 1 << 20, "total_bytes": total},
+                   "kv_bytes": 2 << 20, "compute_bytes": 1 << 20, "total_bytes": total,
+                   **({"ram_bytes": 8 * 64 * 62208, "guess_bytes": 0, "device_bytes": 15 << 20} if on_card else {})},
         "totals": {"hits": 240, "misses": 80, "evictions": 16, "bytes_needed": 320 << 20, "bytes_read": 80 << 20,
                    "stall_us": 12000, "tokens_decode": 50, "read_errors": 0},
         "layers": [{"layer": i, **layer} for i in range(8)],
-        "a_later_field": {"must": "not matter"},
+        "a_later_field": {"must": "not matter"}, **on_card,
     }  # fmt: skip
 
 

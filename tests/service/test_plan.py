@@ -269,8 +269,7 @@ def test_slots_on_a_card_beside_those_in_ram(home: Home) -> None:
     assert f"\n{on_card['slots']} *" in said.split("\non the card\n")[1], "the table of the card"
     too_small = home.run("plan", str(DEMO), "--ram", "1GiB", "--vram", "20MiB").stdout
     assert (
-        "on the card  no: 6 slots, what one token uses, do not fit; " in too_small
-        and "or with slots in RAM" not in too_small
+        "on the card  no: 6 slots, what one token uses, do not fit; " in too_small and "or with slots in RAM" not in too_small
     )
     assert plan(home, str(DEMO), "--ram", "1GiB")["card"] is None
 
@@ -289,6 +288,21 @@ def test_check_of_a_server_that_reports_other_bytes(home: Home) -> None:
         *(d["name"] for d in answer["deviations"] if d["name"].endswith("_bytes")),
     }
     assert next(d for d in answer["deviations"] if d["name"] == "tokens_per_s")["reported"] is None
+
+
+def test_check_of_slots_that_a_card_looks_after(home: Home) -> None:
+    """What is below them is the card's: locked RAM, no room for guesses. The other figures are made up."""
+    home.variables["FAKE_LLAMA"] = "on-card"
+    assert home.run(*home.start_arguments("--detach", "--slots", "16")).returncode == 0
+    answer = json.loads(home.run("plan", "--check", "--json").stdout)
+    found = {d["name"]: d for d in answer["deviations"]}
+    assert found["slots"]["reported"] == 16
+    assert found["ram_bytes"]["predicted"] == found["ram_bytes"]["reported"] == 8 * 64 * 62208 and found["ram_bytes"]["held"]
+    assert found["guess_bytes"]["predicted"] == 0 and found["guess_bytes"]["held"]
+    assert found["pool_bytes"]["predicted"] == 16 * 8 * 3 * 96 * 384 * 18 // 32
+    total = sum(d["predicted"] for name, d in found.items() if name.endswith("_bytes") and name != "total_bytes")
+    assert found["total_bytes"]["predicted"] == total
+    assert found["tokens_per_s"]["predicted"] is None, "no card was measured"
 
 
 @pytest.mark.parametrize("kept", ["{", "folder"])

@@ -119,6 +119,15 @@ def test_how_fast_a_card_is(facts: GgufFacts) -> None:
     assert read.limit == "disk"
 
 
+@pytest.mark.parametrize(
+    ("placement", "path"),
+    [("CUDA0", "mailbox"), ("CUDA0 (4 layers), CUDA1 (4 layers)", "mailbox"), ("CUDA0 (5 layers), cpu (3 layers)", ""), ("cpu", ""), (None, "")],
+)  # fmt: skip
+def test_who_looks_after_the_slots(placement: str | None, path: str) -> None:
+    assert card.looks_after({"placement": placement, "gpu_path": {"in_force": "mailbox"}}) == path
+    assert card.looks_after({"placement": placement, "gpu_path": None}) == ""
+
+
 def test_more_slots_and_fewer(facts: GgufFacts) -> None:
     made = plan(facts, needs(resident(facts) + 16 * SLOT), memory_bytes_s=1e11, link_bytes_s=2e9)
     assert [row.slots for row, _, _ in made.rows] == [6, 8, 12, 16, 20, 24, 64]
@@ -157,6 +166,11 @@ def test_the_rule_is_near_what_was_measured(missed: float, measured: float) -> N
             return 1 - missed / (48 * 8)
 
     got = card.predict(
-        Facts(), Hits(), CardRates(55e9, 4.2e12), slots=1, ram_tier_bytes=1 << 50, disk_bytes_s=None  # type: ignore[arg-type]
+        Facts(),
+        Hits(),
+        CardRates(55e9, 4.2e12),
+        slots=1,
+        ram_tier_bytes=1 << 50,
+        disk_bytes_s=None,  # type: ignore[arg-type]
     )
     assert got.tokens_per_s == pytest.approx(measured, rel=0.12)

@@ -28,6 +28,7 @@ int cuMemFreeHost(void * p) { hosts--; free(p); return 0; }
 int cuMemAlloc_v2(uint64_t * p, size_t n) { if (fails(6)) return 2; cards++; *p = 0x700000000000u; return 0; }
 int cuMemFree_v2(uint64_t p) { cards -= p == 0x700000000000u; return 0; }
 int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t n) { if (fails(8) || to != from || to != 0x700000000000u) return 1; return 0; }
+int cuMemGetInfo_v2(size_t * free, size_t * total) { *free = 7u << 20; *total = 8u << 20; return fails(10); }
 int cuCtxSynchronize(void) { usleep(40000); return fails(9); }
 int cuMemcpyHtoD_v2(uint64_t to, void * from, size_t n) { if (fails(7) || to != 0x700000000000u || !from) return 1; usleep(20000); return 0; }
 """
@@ -53,15 +54,17 @@ def test_the_best_of_several(driver: str) -> None:
     rates = card_rates.measure(0.05, driver)
     assert rates.link_bytes_s is not None and 0 < rates.link_bytes_s <= card_rates._LINK_BYTES / 0.02
     assert rates.memory_bytes_s is not None and 0 < rates.memory_bytes_s <= 8 * card_rates._MEMORY_BYTES / 0.04
+    assert rates.free_bytes == 7 << 20
     assert left(driver) == 0
 
 
-@pytest.mark.parametrize("number", range(1, 10))
+@pytest.mark.parametrize("number", range(1, 11))
 def test_whatever_fails_is_no_answer_and_leaves_nothing(driver: str, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setenv("FAKE_CUDA_FAILS", str(number))
     rates = card_rates.measure(0.05, driver)
     assert (rates.link_bytes_s is None) == (number < 8)
     assert (rates.memory_bytes_s is None) == (number in (1, 2, 3, 4, 6, 8, 9))
+    assert (rates.free_bytes is None) == (number in (1, 2, 3, 4, 10))
     assert left(driver) == 0
 
 
