@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
+from moestream.commands import options
 from moestream.progress import Bar
 from moestream.result import Result
 from moestream.upstream import build as building
 
 
 def build(
-    backend: Annotated[str, typer.Option(help="cpu, cuda, vulkan, metal or hip.")] = "cpu",
+    backend: options.OneBackend = "cpu",
     source: Annotated[
         Path | None, typer.Option(help="A llama.cpp folder, or an archive of it, instead of the pinned release.")
     ] = None,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moestream import gguf_facts, model_names
+from moestream.commands import options
 from moestream.commands.options import Policy
 from moestream.commands.trace import check_fingerprint, parse_list, text_table
 from moestream.errors import MoestreamError
@@ -72,7 +73,7 @@ def make(
     policy: Annotated[
         Policy | None, typer.Option(help="Policy that the slots of --budget are chosen for.", show_default="lru")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
+    backend: options.Backend = None,
 ) -> Result:
     """Make a map of traces: how often each expert was chosen."""
     if budget is not None and model is None:
@@ -189,7 +190,7 @@ def validate(
     top: Annotated[
         str | None, typer.Option(metavar="K,…", help="Experts a layer.", show_default="from what a token uses to all")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
+    backend: options.Backend = None,
 ) -> Result:
     """Show how much of another trace a map's most used experts cover, against LRU with as many slots."""
     router_map, held_out = maps.read(file), traces.read(trace)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moestream.server.arguments import DEFAULT_READY_TIMEOUT_S, MAX_IO_THREADS
+from moestream.upstream.engines import BACKENDS
 
 
 class Io(StrEnum):
@@ -94,7 +95,10 @@ RequireGpu = Annotated[
 RouterTopK = Annotated[
     int | None, typer.Option(metavar="K", help="Pin the K most used experts of --map in each layer to their slots.")
 ]
-Backend = Annotated[str | None, typer.Option(help="Which engine, where several are built.")]
+Backend = Annotated[
+    str | None, typer.Option(help="Which engine, where several are built.", autocompletion=lambda: list(BACKENDS))
+]
+OneBackend = Annotated[str, typer.Option(help="cpu, cuda, vulkan, metal or hip.", autocompletion=lambda: list(BACKENDS))]
 ReadyTimeout = Annotated[
     float | None,
     typer.Option(

@@ -10,13 +10,14 @@ from typing import Annotated
 import typer
 
 from moestream import paths
+from moestream.commands import options
 from moestream.errors import MoestreamError
 from moestream.result import Result
 
 
 def pack_bins(
     output: Annotated[Path, typer.Option(help="The folder of the release.")] = Path("dist/bins"),
-    backend: Annotated[str, typer.Option(help="cpu, cuda, vulkan, metal or hip.")] = "cpu",
+    backend: options.OneBackend = "cpu",
     min_driver: Annotated[
         str | None, typer.Option(help="NVIDIA's oldest driver for it.", show_default="as CUDA's version asks for")
     ] = None,

@@ -422,6 +422,7 @@ def start(
             metavar="N|auto|all|map|off",
             help="Expert slots in each MoE layer; off: no streaming.",
             show_default=BUILT_IN["slots"],
+            autocompletion=lambda: ["auto", "all", "map", "off"],
         ),
     ] = None,
     ram: options.Ram = None,

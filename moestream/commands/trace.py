@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from moestream import gguf_facts, model_names, paths
+from moestream.commands import options
 from moestream.commands.start import DEFAULT_CTX_TOKENS, check_model
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
@@ -97,7 +98,7 @@ def record(
         typer.Option(min=1, metavar="N", help="Context in tokens. Default: 8192, or the model's if less."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1 << 30, metavar="MIB", help="The most the trace may have.")] = 1024,
-    backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
+    backend: options.Backend = None,
     extra: Annotated[list[str] | None, typer.Argument(metavar="-- LLAMA ARGS…", help="Passed on to llama-completion.")] = None,
 ) -> Result:
     """Record a trace while a model goes on from a text. Servers record too: -- --moe-trace FILE."""
@@ -279,7 +280,7 @@ def replay(
     compute_tps: Annotated[
         float | None, typer.Option(metavar="X", help="Tokens a second when all experts are in memory.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
+    backend: options.Backend = None,
 ) -> Result:
     """Show what slots and policies would make of a trace, and what to start with."""
     for flag, value in (("--bandwidth", bandwidth), ("--compute-tps", compute_tps)):

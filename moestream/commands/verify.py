@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from moestream import gguf_facts, model_names, paths
+from moestream.commands import options
 from moestream.commands.start import check_model
 from moestream.commands.trace import text_table
 from moestream.errors import MoestreamError
@@ -79,7 +80,7 @@ def verify(
         ReferenceKind,
         typer.Option(help="What to compare with: loaded into memory, or mapped from the file, which any memory is enough for."),
     ] = ReferenceKind.auto,
-    backend: Annotated[str | None, typer.Option(help="Which engine, where several are built.")] = None,
+    backend: options.Backend = None,
     extra: Annotated[
         list[str] | None,
         typer.Argument(

@@ -14,6 +14,7 @@ from moestream import proc
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
 from moestream.planning import card, check, fit, hardware, hits
+from moestream.planning.card_rates import CardRates
 from moestream.planning.memory import RAM_AUTO
 from moestream.planning.plan import Budget, settle
 from moestream.server import report
@@ -166,7 +167,7 @@ def _on_card(settings: ServerSettings, facts: GgufFacts, environment: Mapping[st
         wishes = replace(wishes, ram_tier_bytes=RAM_AUTO)
     made = card.decide(
         facts, wishes, hits.assumed(facts), free_bytes=budget.vram_bytes or 0, available_bytes=budget.available_bytes,
-        link_bytes_s=None, disk_bytes_s=None,
+        rates=CardRates(), disk_bytes_s=None,
     )  # fmt: skip
     can = f"{report.size(made.usable_bytes)} of {report.size(made.free_bytes)} (--vram, less a margin)"
     if made.slots < made.least_slots or not made.fits:

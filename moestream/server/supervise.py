@@ -252,6 +252,11 @@ _KNOWN_ENDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
         "the model is newer than the pinned llama.cpp; see moestream engines for the version",
     ),
     (
+        re.compile(r"failed to open GGUF file '([^']*)' \(No such file or directory\)"),
+        "there is no file {0}",
+        "check the path; it was passed on to llama-server as it is",
+    ),
+    (
         re.compile(r"error loading model: (?:error loading model \w+: )?(.+)"),
         "llama.cpp cannot load the model: {0}",
         "if the file came over a network, it may be damaged: download it again",
@@ -401,7 +406,7 @@ class Detached:
         if "exit" in report:
             end = Exit(**{**report["exit"], "cause": Cause(report["exit"]["cause"])})
             if end.cause is Cause.STOPPED:
-                raise MoestreamError("stopped before the server was ready")
+                raise MoestreamError("stopped before the server was ready", exit_code=130)
             raise end_error(self._plan, end, was_ready=False, after_s=time.monotonic() - self._started)
         if "error" in report:
             raise MoestreamError(report["error"], hint=report.get("hint"))

@@ -106,6 +106,8 @@ def test_what_is_completed(shell: str) -> None:
     assert {"start", "status", "stop"} <= set(completions(shell, "moestream st"))
     assert "--slots" in completions(shell, "moestream start --sl")
     assert completions(shell, "moestream start --policy l")[:2] == ["lru", "lfu"]
+    assert completions(shell, "moestream start --slots a")[:2] == ["auto", "all"]
+    assert "cuda" in completions(shell, "moestream start --backend cu")
     assert "forget" in completions(shell, "moestream map fo")
 
 

@@ -318,7 +318,7 @@ def test_detach_interrupted_before_ready(home: Home) -> None:
     home.record_in_state("loading")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "stopped before the server was ready" in errors
     until(lambda: not home.servers(), "no llama-server left")
     assert home.record() is None
