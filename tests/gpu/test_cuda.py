@@ -47,9 +47,9 @@ def environment(**more: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("slots", "flags"),
     [
-        ("used,used+25,all", ()),
-        ("used,used+25", ("--moe-prefetch", "on", "--moe-warm", "9")),
-        ("used,used+25", ("--moe-prefetch", "on", "--moe-ram", "1MiB")),
+        ("used,used+25,used+42,all", ()),
+        ("used,used+25,used+42", ("--moe-prefetch", "on", "--moe-warm", "9")),
+        ("used,used+25,used+42", ("--moe-prefetch", "on", "--moe-ram", "1MiB")),
         ("used,used+25", ("--moe-ram", "none", "--moe-io", "direct")),
         ("used,used+25,all", ("--moe-gpu-path", "copy")),
         ("used,used+25,all", ("--moe-gpu-path", "copy", "--moe-io", "direct", "--moe-io-backend", "uring")),

@@ -11,6 +11,7 @@ SAID = """\
 ok T=1 slots=6/64 pool_bytes=10 evictions=41 misses=4 hits=9 via_slots=128 via_staging=0
 FAIL: token 3, value 7 differs T=9 slots=6/64 pool_bytes=10 evictions=1 misses=3 hits=0 via_slots=0 via_staging=128
 something else
+ok T=1 slots=48/64 pool_bytes=80 evictions=0 misses=1 hits=9 via_slots=128 via_staging=0
 """
 
 
@@ -21,26 +22,26 @@ def test_a_difference_is_a_problem(tmp_path, monkeypatch):
     one = prove.Run(tmp_path / "x-q4_0.gguf", 4, "as upstream chooses", (1,), 128)
     found, problems = prove.compare(program, one)
     assert [(c.verdict, c.ubatch, c.via_slots, c.via_staging) for c in found] == [
-        ("ok", 1, 128, 0), ("FAIL: token 3, value 7 differs", 9, 0, 128),
+        ("ok", 1, 128, 0), ("FAIL: token 3, value 7 differs", 9, 0, 128), ("ok", 1, 128, 0),
     ]  # fmt: skip
     assert problems == ["x-q4_0, 4 sequences, T=1, as upstream chooses, T=9, 6 slots: FAIL: token 3, value 7 differs"]
 
     report = prove.Report("2026-01-02T03:04:05+00:00", "a card, 1.2", "abc", "python tests/gpu/prove.py")
     prove.prove(program, [one], report, jobs=1, limit_s=60)
     prove.prove(program, [one], report, jobs=1, limit_s=0)
-    assert "a card, 1.2, commit abc: 1 of 2 comparisons equal." in report.as_markdown()
-    assert "| x-q4_0 | 4 | as upstream chooses | 1 of 2 | 128 | 128 | 42 |" in report.as_markdown()
+    assert "a card, 1.2, commit abc: 2 of 3 comparisons equal." in report.as_markdown()
+    assert "| x-q4_0 | 4 | as upstream chooses | 2 of 3 | 256 | 128 | 42 |" in report.as_markdown()
     assert report.problems[-1].endswith("not run, the time was over")
     data = json.loads(report.as_json())
-    assert (data["schema"], len(data["comparisons"]), len(data["problems"])) == ("moestream/gpu-identity/1", 2, 2)
+    assert (data["schema"], len(data["comparisons"]), len(data["problems"])) == ("moestream/gpu-identity/1", 3, 2)
 
 
 @pytest.mark.parametrize(
     ("script", "problem"),
     [
-        ("echo no such model >&2; exit 2\n", "ended with 2 after 0 of 2: no such model"),
+        ("echo no such model >&2; exit 2\n", "ended with 2 after 0 of 3: no such model"),
         (
-            "printf 'ok T=1 slots=6/64 pool_bytes=1 evictions=4 misses=4 hits=9 via_slots=0 via_staging=8\\n%.0s' 1 2\n",
+            "printf 'ok T=1 slots=6/64 pool_bytes=1 evictions=4 misses=4 hits=9 via_slots=0 via_staging=8\\n%.0s' 1 2 3\n",
             "went through ['staging'] only",
         ),
     ],
