@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import fusions
 import prove
 import pytest
 
@@ -52,3 +53,29 @@ def test_what_does_not_prove_anything_is_a_problem(tmp_path, script, problem):
     program.chmod(0o755)
     _, problems = prove.compare(program, prove.Run(tmp_path / "x-q4_0.gguf", 1, "as upstream chooses", (1,), 8))
     assert len(problems) == 1 and problem in problems[0]
+
+
+FUSIONS = """\
+I nodes_fused: 3, first: MUL_MAT_ID (ffn_moe_gate-0), last: GLU (ffn_moe_swiglu-0)
+I nodes_fused: 3, first: MUL_MAT_ID (ffn_moe_gate-11), last: GLU (ffn_moe_swiglu-11)
+I nodes_fused: 2, first: RMS_NORM (norm-0), last: MUL (attn_norm-0)
+something else
+"""
+
+
+def test_fusions_that_are_lost() -> None:
+    stock = fusions.fused(FUSIONS)
+    glu = "3 nodes, MUL_MAT_ID ffn_moe_gate to GLU ffn_moe_swiglu"
+    assert stock == {glu: 2, "2 nodes, RMS_NORM norm to MUL attn_norm": 1}
+    assert fusions.lost(stock, stock) == []
+    streamed = stock.copy()
+    streamed[glu] = 1
+    assert fusions.lost(stock, streamed) == [f"{glu}: 1 instead of 2"]
+
+
+def test_an_engine_that_names_no_fusions_proves_nothing(tmp_path):
+    program = tmp_path / "llama-completion"
+    program.write_text("#!/bin/sh\necho loaded\n")
+    program.chmod(0o755)
+    with pytest.raises(RuntimeError, match="named 0 fusions: loaded"):
+        fusions.run(program, tmp_path / "x.gguf")
