@@ -338,11 +338,11 @@ def as_text(data: dict[str, Any], made: Plan, measured: Measured) -> str:
         ("speeds", f"memory copies {_rate(measured.memory_bytes_s)}, page cache {_rate(measured.cache_bytes_s)}, {measured.flops / 1e9:.0f} GFLOP/s, {measured.prompt_flops / 1e9:.0f} with a prompt's tokens an expert, on {measured.cores} cores"),
         ("slots", f"{data['slots']} of {model['n_expert']} in each layer" + ("" if mem["fits"] else ", which do not fit")),
         ("tiers", tiers),
-        ("takes", f"{report.size(sizes.total_bytes)}: {parts}"),
+        ("takes", f"{report.size(sizes.total_bytes)}{_on_card_bytes(mem, sizes)}: {parts}"),
         ("staging", f"{data['staging']}, ubatch {settings['ubatch']}, {settings['threads']} threads"),
         ("context", f"{settings['ctx_tokens']} tokens, {settings['parallel']} at a time, KV {settings['cache_type_k']}/{settings['cache_type_v']}"),
         ("hit rate", f"{s.hit_rate:.1%} ({made.hits.words})"),
-        ("decode", f"{_tps(s)} tok/s, limited by {_LIMITS[s.limit]}; {report.size(s.read_bytes)} read per token"),
+        ("decode", f"{'at most ' if s.limit in ('memory', 'compute') else ''}{_tps(s)} tok/s, limited by {_LIMITS[s.limit]}; {report.size(s.read_bytes)} read per token"),
         ("first token", f"{first} (prompt of {speed.PROMPT_TOKENS})"),
         ("on the card", _card_text(data["card"])),
         *((("notice" if i == 0 else ""), text) for i, text in enumerate(made.notices)),
@@ -367,6 +367,13 @@ def as_text(data: dict[str, Any], made: Plan, measured: Measured) -> str:
 _CARD_LIMITS = {"disk": "the drive", "link": "the link to the card", "compute": "what the card computes"}
 
 
+def _on_card_bytes(mem: dict[str, Any], sizes: Any) -> str:
+    """Of the layout with slots in RAM, what of it is not in RAM."""
+    if not mem["dense_on_gpu"]:
+        return ""
+    return f", {report.size(sizes.dense_bytes + sizes.kv_bytes + sizes.compute_bytes)} of it (dense weights, KV cache, compute) on the card"
+
+
 def _card_text(on_card: dict[str, Any] | None) -> str | None:
     if on_card is None:
         return None
@@ -375,12 +382,15 @@ def _card_text(on_card: dict[str, Any] | None) -> str | None:
         return f"no: {on_card['least_slots']} slots, what one token uses, do not fit; {can}"
     text = f"{on_card['slots']} of {on_card['n_expert']} slots in each layer, {report.size(on_card['budgeted_bytes'])}; {can}"
     if not on_card["fits"]:
-        text += ": they do not fit"
+        most = on_card["most_slots"]
+        text += f": they do not fit, {f'{most} do' if most >= on_card['least_slots'] else 'and no number does'}"
     if on_card["slots"] >= on_card["n_expert"]:
         text += "; nothing is streamed then"
     else:
         text += f"; {report.size(on_card['ram_tier_bytes'])} of locked RAM below; hit rate {on_card['hit_rate']:.1%}, {report.size(round(on_card['missed_bytes']))} a token over the link"
         text += f" ({_rate(on_card['link_bytes_s'])})"
+        if on_card["read_bytes"]:
+            text += f", {report.size(round(on_card['read_bytes']))} of it from the drive first"
     predicted, most = on_card["tokens_per_s"], on_card["tokens_per_s_at_most"]
     if predicted:
         return f"{text}: {predicted:.0f} tok/s, limited by {_CARD_LIMITS[on_card['limit']]}"
@@ -434,7 +444,7 @@ def plan_command(
     )
     if machine.vram_bytes is not None and not _engine_uses_gpu():
         notices.append(
-            "the command below needs an engine for the card: moestream build --backend cuda; the one in use computes on the CPU alone"
+            "the commands below need an engine for the card: moestream build --backend cuda; the one in use computes on the CPU alone"
         )
     if slots == "auto" and machine.vram_bytes is not None and not settings.has_budget:
         notices.append("start leaves --slots auto to the engine, in the memory of the card, as the first command has it")
@@ -469,11 +479,16 @@ def _card_json(
         subject.facts, wishes, made.hits, free_bytes=free, available_bytes=machine.available_bytes, rates=rates,
         disk_bytes_s=measured.drive.bytes_s,
     )  # fmt: skip
-    command = None
-    if on_card.slots >= on_card.least_slots:
+    command, most = None, on_card.slots
+    if not on_card.fits:
+        most = card.decide(
+            subject.facts, replace(wishes, slots=None), made.hits, free_bytes=free, available_bytes=machine.available_bytes,
+            rates=rates, disk_bytes_s=measured.drive.bytes_s,
+        ).slots  # fmt: skip
+    if on_card.fits:
         slots = "all" if on_card.slots >= on_card.n_expert else str(on_card.slots)
         command = _command(subject, merged, fit.Chosen(slots, placement=("-ngl", "99")), wishes, types)
-    return {**on_card.as_json(), "command": command}
+    return {**on_card.as_json(), "most_slots": most, "command": command}
 
 
 # --- whether it came true --------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from moestream.server.arguments import (
     build_argv,
     check_extra,
     check_streaming_flags,
+    flag_of,
     parse_slots,
     value_after,
 )
@@ -205,12 +206,19 @@ def make_plan(
     )
 
 
+_ON_GPU = ("-ngl", "--gpu-layers", "--n-gpu-layers")
+
+
 def _check_gpu(settings: ServerSettings, engine: engines.Engine) -> None:
     """Refuse what an engine without code for a GPU cannot honour; whether there is a GPU is the engine's to find out."""
     if settings.require_gpu and engine.backend == "cpu":
         raise MoestreamError(
             f"--require-gpu cannot be honoured: the engine in use ({engine.id}) computes on the CPU alone",
             hint="an engine for the GPU: moestream build --backend cuda; moestream engines lists those that are built",
+        )
+    if engine.backend == "cpu" and (placing := next((a for a in settings.extra if flag_of(a) in _ON_GPU), None)):
+        notice(
+            f"notice: {placing} does nothing: the engine in use ({engine.id}) computes on the CPU alone (moestream build --backend cuda)"
         )
 
 

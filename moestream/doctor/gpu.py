@@ -146,9 +146,9 @@ def cuda(nvidia: Nvidia, *, engine: bool) -> Finding:
         return CUDA.skipped("no GPU of NVIDIA")
     if engine:
         return CUDA.skipped("not needed: the engine is built")
-    program, home = build.find_cuda_compiler()
+    program, looked = build.find_cuda_compiler()
     if not program:
-        return CUDA.warn("missing", f"no nvcc on PATH nor in {home}/bin")
+        return CUDA.warn("missing", f"no nvcc {looked}")
     try:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
         release = re.search(r"release ([0-9]+)\.([0-9]+)", done.stdout)

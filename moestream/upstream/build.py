@@ -315,9 +315,14 @@ def find_build_tools() -> tuple[str, str]:
 
 
 def find_cuda_compiler() -> tuple[str, str]:
-    """nvcc, "" where there is none, and the folder of the CUDA toolkit that it was looked for in."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return _find(os.environ.get("CUDACXX") or "nvcc") or _find(f"{home}/bin/nvcc"), home
+    """nvcc, "" where there is none, and where it was looked for: where CUDACXX, CUDA_HOME or CUDA_PATH name it and nowhere else; without them on
+    PATH and in /usr/local/cuda."""
+    if program := os.environ.get("CUDACXX"):
+        return _find(program), f"at {program}, which CUDACXX names"
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(name):
+            return _find(f"{home}/bin/nvcc"), f"in {home}/bin, which {name} names"
+    return _find("nvcc") or _find("/usr/local/cuda/bin/nvcc"), "on PATH and in /usr/local/cuda/bin"
 
 
 def find_tools(backend: str) -> Tools:
@@ -332,10 +337,10 @@ def find_tools(backend: str) -> Tools:
     cmake, ninja = find_build_tools()
     cuda_compiler = ""
     if backend == "cuda":
-        cuda_compiler, home = find_cuda_compiler()
+        cuda_compiler, looked = find_cuda_compiler()
         if not cuda_compiler:
             raise MoestreamError(
-                f"nvcc not found (looked on PATH and in {home}/bin); the cuda backend needs the CUDA toolkit",
+                f"nvcc not found (looked {looked}); the cuda backend needs the CUDA toolkit",
                 hint="install the CUDA toolkit and set CUDA_HOME, or: moestream build --backend cpu",
             )
     if backend == "vulkan" and not _find("glslc"):
@@ -481,7 +486,7 @@ class _Compiler:
 
     def _run(self, command: Sequence[str], failure: str) -> None:
         last: deque[str] = deque(maxlen=_SHOWN_LOG_LINES)
-        no_space = unknown_target = ""
+        no_space = unknown_target = unsupported = ""
         with (
             full_disk_reported(self.build_tree, "compiling"),
             self.log.open("a", buffering=1, encoding="utf-8") as log,
@@ -502,6 +507,8 @@ class _Compiler:
                         no_space = line
                     if match := re.match(r"ninja: error: unknown target '([^']+)'", line):
                         unknown_target = match[1]
+                    if match := re.search(r"Unsupported gpu architecture '\w+?_(\d+)\w*'", line):
+                        unsupported = match[1]
             except BaseException:
                 process.terminate()
                 raise
@@ -514,7 +521,13 @@ class _Compiler:
                 f"llama.cpp has no target {unknown_target!r}",
                 hint=f"list them: {self._tools.ninja} -C {self.build_tree} -t targets all",
             )
-        raise MoestreamError(f"{failure}; the last lines were:\n  " + "\n  ".join(last), hint=f"the whole log: {self.log}")
+        hint = f"the whole log: {self.log}"
+        if unsupported:
+            hint = (
+                f"this nvcc ({self._tools.cuda_compiler}) makes no code for architecture {unsupported}: name a toolkit that does with "
+                f"CUDA_HOME (before 75: CUDA 12), or other cards with --cuda-archs; {hint}"
+            )
+        raise MoestreamError(f"{failure}; the last lines were:\n  " + "\n  ".join(last), hint=hint)
 
 
 def _is_library(file: Path) -> bool:

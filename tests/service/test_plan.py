@@ -176,7 +176,7 @@ def test_text_names_the_figures(home: Home) -> None:
 def test_a_card_and_an_engine_without_code_for_it(home: Home) -> None:
     done = home.run("plan", str(DEMO), "--ram", "1GiB", "--vram", "1GiB")
     assert done.returncode == 0
-    assert "the command below needs an engine for the card: moestream build --backend cuda" in done.stdout + done.stderr
+    assert "the commands below need an engine for the card: moestream build --backend cuda" in done.stdout + done.stderr
 
 
 def test_the_command_of_a_name_starts_the_name(home: Home) -> None:
@@ -267,6 +267,10 @@ def test_slots_on_a_card_beside_those_in_ram(home: Home) -> None:
     in_ram = plan(home, *given)["command"]
     assert said.rstrip().endswith(f"start with: {on_card['command']}\nor with slots in RAM: {in_ram}")
     assert f"\n{on_card['slots']} *" in said.split("\non the card\n")[1], "the table of the card"
+    many = plan(home, *given, "--slots", "60")["card"]
+    assert (many["slots"], many["fits"], many["most_slots"], many["command"]) == (60, False, on_card["slots"], None)
+    said = home.run("plan", *given, "--slots", "60").stdout
+    assert f": they do not fit, {on_card['slots']} do; " in said and "or with slots in RAM" not in said
     too_small = home.run("plan", str(DEMO), "--ram", "1GiB", "--vram", "20MiB").stdout
     assert (
         "on the card  no: 6 slots, what one token uses, do not fit; " in too_small and "or with slots in RAM" not in too_small

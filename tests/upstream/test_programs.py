@@ -52,7 +52,7 @@ def test_state(program: str, models: Path, tmp_path: Path) -> None:
 
     stats = tmp_path / "stats.json"
     env = environment({**POISON, "MOESTREAM_STATS_FILE": str(stats)})
-    run(tool(program), "-m", models / "qwen35moe-moe.gguf", "-t", "1", *slots, env=env)
+    run(tool(program), "-m", models / "qwen35moe-moe.gguf", "-t", "1", *slots, env=env, cwd=models)
     totals = json.loads(stats.read_text())["totals"]
     assert totals["evictions"] > 0
     assert totals["read_errors"] == 0

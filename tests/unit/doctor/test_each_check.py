@@ -487,7 +487,7 @@ def test_cuda__ok(path: Path) -> None:
 
 def test_cuda__missing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    is_bad(gpu.cuda(ONE, engine=False), "warn", f"no nvcc on PATH nor in {tmp_path}/cuda/bin", "CUDA_HOME")
+    is_bad(gpu.cuda(ONE, engine=False), "warn", f"no nvcc in {tmp_path}/cuda/bin, which CUDA_HOME names", "CUDA_HOME")
 
 
 def test_cuda__broken(path: Path) -> None:

@@ -346,8 +346,17 @@ def test_what_a_backend_needs(machine, monkeypatch, write_program, tmp_path, bac
         pytest.fail("this machine has ROCm; the test needs one without")
     with pytest.raises(MoestreamError, match=f"^{needs} not found"):
         find_tools(backend)
+    monkeypatch.delenv("CUDA_HOME")
     write_program(needs, "exit 0\n")
     find_tools(backend)
+
+
+@pytest.mark.parametrize("name", ["CUDACXX", "CUDA_HOME", "CUDA_PATH"])
+def test_a_toolkit_that_is_named_is_not_taken_elsewhere(machine, monkeypatch, tmp_path, write_program, name):
+    write_program("nvcc", "exit 0\n")
+    monkeypatch.setenv(name, str(tmp_path / "nowhere"))
+    with pytest.raises(MoestreamError, match=rf"nvcc not found \(looked (at|in) {tmp_path}/nowhere.*, which {name} names\)"):
+        find_tools("cuda")
 
 
 def test_nvcc_is_found_in_cuda_home(machine, monkeypatch, tmp_path, archive, write_program):
