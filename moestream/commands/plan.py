@@ -211,8 +211,19 @@ def machine_of(measured: Measured, ram: int | None, vram: int | None) -> Machine
     return Machine(budget.available_bytes, budget.limited_by, budget.cores, measured.rates, budget.vram_bytes)
 
 
-def _command(subject: Subject, merged: Merged, chosen: Chosen, wishes: Wishes, types: tuple[str | None, str | None]) -> str:
-    """What to start with: the plan's decisions, and what was asked for beside them."""
+def _command(
+    subject: Subject,
+    merged: Merged,
+    chosen: Chosen,
+    wishes: Wishes,
+    types: tuple[str | None, str | None],
+    *,
+    on_card: bool = False,
+) -> str:
+    """What to start with: the plan's decisions, and what was asked for beside them.
+
+    A budget that ``start`` will find where this plan has found it, in a file or the environment, says there where everything goes.
+    """
     words = [
         "moestream",
         "start",
@@ -226,10 +237,17 @@ def _command(subject: Subject, merged: Merged, chosen: Chosen, wishes: Wishes, t
     if merged["parallel"] is not None:
         words += ["--parallel", str(merged["parallel"])]
     ram_tier = chosen.ram_tier or merged["ram_tier"]
-    if ram_tier not in (None, "none") and chosen.slots != "all":
+    if ram_tier is not None and (on_card or ram_tier != "none") and chosen.slots != "all":
         words += ["--ram-tier", ram_tier]
     more = [*_type_flags(types), *chosen.arguments]
+    if _is_set_elsewhere(merged, "vram") or _is_set_elsewhere(merged, "ram"):
+        words += ["--pool", "device"] if on_card else []
+        more = _type_flags(types)
     return shlex.join([*words, *(["--", *more] if more else [])])
+
+
+def _is_set_elsewhere(merged: Merged, option: str) -> bool:
+    return merged[option] is not None and merged.settings[option].source not in (config.COMMAND_LINE, config.DEFAULT)
 
 
 def _type_flags(types: tuple[str | None, str | None]) -> list[str]:
@@ -446,21 +464,26 @@ def plan_command(
         notices.append(
             "the commands below need an engine for the card: moestream build --backend cuda; the one in use computes on the CPU alone"
         )
-    if slots == "auto" and machine.vram_bytes is not None and not settings.has_budget:
+    if machine.vram_bytes is None and vram is None and _engine_uses_gpu():
+        notices.append(
+            "the engine in use is for a GPU, and none is planned with: nvidia-smi names none with memory of its own that CUDA_VISIBLE_DEVICES shows"
+        )
+    if facts.is_moe and facts.expert_bytes >= memory.PROBE_BYTES_MIN:
+        wishes = replace(wishes, in_flight_expected=memory.in_flight_chosen(measured.drive.rates))
+    model = hit_model(subject, settings.map, trace_path, wishes, machine.available_bytes, notices)
+    made = make_plan(facts, machine, wishes, model, target_tps=target_tps)
+    on_card = _card_json(subject, merged, measured, machine, wishes, made, types)
+    if slots == "auto" and on_card and on_card["command"] and not settings.has_budget:
         notices.append("start leaves --slots auto to the engine, in the memory of the card, as the first command has it")
         if len(measured.gpus) > 1:
             notices.append(
                 f"the engine's auto is for one card: with {len(measured.gpus)} give --slots N, or CUDA_VISIBLE_DEVICES=0"
             )
-    if facts.is_moe and facts.expert_bytes >= memory.PROBE_BYTES_MIN:
-        wishes = replace(wishes, in_flight_expected=memory.in_flight_chosen(measured.drive.rates))
-    model = hit_model(subject, settings.map, trace_path, wishes, machine.available_bytes, notices)
-    made = make_plan(facts, machine, wishes, model, target_tps=target_tps)
     made = replace(made, notices=(*made.notices, *notices, *filter(None, [measured.busy])))
     data = as_json(subject, measured, machine, wishes, made, target_tps)
     chosen = fit.choose(wishes, made.settled, machine.budget, default_threads=hardware.default_threads())
     data["command"] = _command(subject, merged, chosen, wishes, types)
-    data["card"] = _card_json(subject, merged, measured, machine, wishes, made, types)
+    data["card"] = on_card
     return Result("plan", data, as_text(data, made, measured))
 
 
@@ -471,7 +494,7 @@ def _card_json(
     """The other layout where there is a card: slots in its memory. With its command; None without a card."""
     if machine.vram_bytes is None:
         return None
-    rates = card_rates.measure() if measured.gpus else card_rates.CardRates()
+    rates = card_rates.measure_apart() if measured.gpus else card_rates.CardRates()
     free = machine.vram_bytes
     if merged["vram"] is None and len(measured.gpus) == 1 and rates.free_bytes is not None:
         free = min(free, rates.free_bytes)  # what a program finds, which takes some itself
@@ -485,9 +508,12 @@ def _card_json(
             subject.facts, replace(wishes, slots=None), made.hits, free_bytes=free, available_bytes=machine.available_bytes,
             rates=rates, disk_bytes_s=measured.drive.bytes_s,
         ).slots  # fmt: skip
-    if on_card.fits:
+    with_ram_alone = merged["vram"] is None and _is_set_elsewhere(
+        merged, "ram"
+    )  # start then has slots in RAM, whatever a card has
+    if on_card.fits and not with_ram_alone:
         slots = "all" if on_card.slots >= on_card.n_expert else str(on_card.slots)
-        command = _command(subject, merged, fit.Chosen(slots, placement=("-ngl", "99")), wishes, types)
+        command = _command(subject, merged, fit.Chosen(slots, placement=("-ngl", "99")), wishes, types, on_card=True)
     return {**on_card.as_json(), "most_slots": most, "command": command}
 
 
@@ -556,7 +582,7 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
     cached = raw["io"]["mode"] == "buffered"
     path = card.looks_after(raw)
     if path:
-        rates = card_rates.measure()
+        rates = card_rates.measure_apart()
         free = sum(gpu.free_bytes for gpu in measured.gpus) + stats.memory.get("device_bytes", 0)
         given = {
             "free_bytes": free, "available_bytes": machine.available_bytes, "rates": rates,
@@ -647,7 +673,13 @@ def plan(
     ram: options.Ram = None,
     vram: options.Vram = None,
     slots: Annotated[
-        str | None, typer.Option(metavar="N|auto|all", help="Expert slots in each layer.", show_default="auto")
+        str | None,
+        typer.Option(
+            metavar="N|auto|all",
+            help="Expert slots in each layer.",
+            show_default="auto",
+            autocompletion=lambda: ["auto", "all"],
+        ),
     ] = None,
     ctx: options.Ctx = None,
     parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Requests served at a time.")] = None,

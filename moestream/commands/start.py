@@ -54,7 +54,7 @@ DEFAULT_CTX_TOKENS = 8192
 EXIT_CODES = {
     0: "served until it was stopped; with --detach: it serves",
     1: "no server runs, or it ended by itself",
-    130: "Ctrl-C before it was ready",
+    130: "Ctrl-C, another signal or moestream stop before it was ready",
 }
 
 

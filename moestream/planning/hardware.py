@@ -95,7 +95,7 @@ def gpus(program: str = "nvidia-smi", environment: Mapping[str, str] = os.enviro
     return [
         Gpu(name, int(total) << 20, int(free) << 20)
         for name, total, free, *_ in rows
-        if total.isdigit() and free.isdigit()  # not where they share the machine's memory
+        if total.isdecimal() and free.isdecimal()  # not where they share the machine's memory
     ]
 
 
@@ -106,10 +106,12 @@ def visible(rows: Sequence[tuple[str, ...]], wanted: str) -> list[tuple[str, ...
     """
     found: list[tuple[str, ...]] = []
     for name in (part.strip() for part in wanted.split(",")):
-        row = next((r for r in rows if name and (r[-2] == name or r[-1].startswith(name))), None)
-        if row is None or row in found:
+        named = [r for r in rows if r[-2] == name or (name.startswith("GPU-") and r[-1].startswith(name))]
+        if len(named) != 1:
             break
-        found.append(row)
+        if named[0] in found:
+            return []  # CUDA then shows none
+        found.append(named[0])
     return found
 
 

@@ -363,6 +363,7 @@ class Detached:
         self._plan = plan
         self._started = time.monotonic()
         self._report: dict[str, Any] | None = None
+        self._stopping = False
         self._reader = threading.Thread(target=self._read, args=(ours,), daemon=True)
         self._reader.start()
 
@@ -377,6 +378,7 @@ class Detached:
 
     def request_stop(self) -> None:
         """Ask it to end. Safe in a signal handler."""
+        self._stopping = True
         with contextlib.suppress(ProcessLookupError):
             self._popen.send_signal(signal.SIGTERM)
 
@@ -409,6 +411,8 @@ class Detached:
                 raise MoestreamError("stopped before the server was ready", exit_code=130)
             raise end_error(self._plan, end, was_ready=False, after_s=time.monotonic() - self._started)
         if "error" in report:
+            if self._stopping:  # before it could say so
+                raise MoestreamError("stopped before the server was ready", exit_code=130)
             raise MoestreamError(report["error"], hint=report.get("hint"))
         return replace(self._plan, argv=tuple(report["argv"]))
 

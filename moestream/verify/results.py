@@ -107,7 +107,7 @@ class Runner:
                     code = process.wait(0.2)
                 except subprocess.TimeoutExpired:
                     show()
-        if code is None:
+        if code is None or signals:  # it may have ended in the same moment
             raise MoestreamError("stopped before everything was compared: nothing is proven", exit_code=130)
         return code, log_path.read_text(encoding="utf-8", errors="replace")
 

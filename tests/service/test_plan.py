@@ -294,6 +294,23 @@ def test_check_of_a_server_that_reports_other_bytes(home: Home) -> None:
     assert next(d for d in answer["deviations"] if d["name"] == "tokens_per_s")["reported"] is None
 
 
+@pytest.mark.parametrize(
+    ("settings", "in_ram", "on_card"),
+    [
+        ("vram: 100MiB", "--ctx 2048", "--ctx 2048 --pool device"),
+        ("vram: 100MiB\n  ram: 1GiB", "--ctx 2048", "--ctx 2048 --pool device"),
+        ("ram_tier: none\n  vram: 100MiB", "--ctx 2048", "--ctx 2048 --ram-tier none --pool device"),
+    ],
+)
+def test_commands_under_budgets_of_a_file(home: Home, settings: str, in_ram: str, on_card: str) -> None:
+    """``start`` finds them there as well, and takes no word of -- beside them about where weights go."""
+    file = home.folder / "config" / "moestream.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"defaults:\n  {settings}\n")
+    answer = plan(home, str(DEMO))
+    assert answer["command"].endswith(in_ram) and answer["card"]["command"].endswith(on_card)
+
+
 def test_check_of_slots_that_a_card_looks_after(home: Home) -> None:
     """What is below them is the card's: locked RAM, no room for guesses. The other figures are made up."""
     home.variables["FAKE_LLAMA"] = "on-card"

@@ -18,7 +18,7 @@ DRIVER = r"""
 static int fails(int number) { const char * s = getenv("FAKE_CUDA_FAILS"); return s && atoi(s) == number ? 2 : 0; }
 static int retained, hosts, cards;
 int fake_left(void) { return retained + hosts + cards; }
-int cuInit(unsigned flags) { return fails(1); }
+int cuInit(unsigned flags) { if (fails(100)) sleep(60); if (fails(101)) abort(); return fails(1); }
 int cuDeviceGet(int * device, int ordinal) { *device = 7; return fails(2); }
 int cuDevicePrimaryCtxRetain(void ** ctx, int device) { if (fails(3) || device != 7) return 3; retained++; *ctx = &retained; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { retained--; return 0; }
@@ -41,6 +41,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler
     subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so", folder / "driver.c"], check=True)
+    (folder / "libcuda.so.1").symlink_to("libcuda.so")
     return str(folder / "libcuda.so")
 
 
@@ -71,3 +72,14 @@ def test_whatever_fails_is_no_answer_and_leaves_nothing(driver: str, monkeypatch
 def test_no_driver_and_another_library(tmp_path: Path) -> None:
     assert card_rates.measure(library=str(tmp_path / "libcuda.so.1")) == CardRates()
     assert card_rates.measure(library="libc.so.6") == CardRates()
+
+
+def test_in_a_process_of_its_own(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that hangs or crashes is no answer, and takes nothing with it."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(Path(driver).parent))
+    rates = card_rates.measure_apart()
+    assert rates.free_bytes == 7 << 20 and rates.link_bytes_s is not None and rates.memory_bytes_s is not None
+    monkeypatch.setenv("FAKE_CUDA_FAILS", "101")
+    assert card_rates.measure_apart() == CardRates()
+    monkeypatch.setenv("FAKE_CUDA_FAILS", "100")
+    assert card_rates.measure_apart(timeout_s=1.5) == CardRates()

@@ -39,8 +39,8 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = hardware.Gpu("NVIDIA A, rev 2", 8192 * MIB, 7000 * MIB), hardware.Gpu("NVIDIA B", 4096 * MIB, 100 * MIB)
     assert hardware.gpus(environment={}) == [first, second]
     for wanted, seen in (
-        ("0", [first]), ("1,0", [second, first]), ("GPU-ab", [second]), ("GPU-aa1, 1", [first, second]), ("1,9,0", [second]), ("1,1", [second]),
-        ("", []), ("-1", []),
+        ("0", [first]), ("1,0", [second, first]), ("GPU-ab", [second]), ("GPU-aa1, 1", [first, second]), ("1,9,0", [second]), ("1,1", []), ("GPU-a", []),
+        ("", []), ("-1", []), ("G", []), ("MIG-1", []),
     ):  # fmt: skip
         assert hardware.gpus(environment={"CUDA_VISIBLE_DEVICES": wanted}) == seen, wanted
 
