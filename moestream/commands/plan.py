@@ -192,20 +192,23 @@ def _check_map(subject: Subject, path: Path, router_map: maps.RouterMap) -> None
         raise MoestreamError(f"--map {path} is of another model: its layers differ", hint="leave it out")
 
 
-def _engine_uses_gpu() -> bool:
+def _engine_uses_gpu(backend: str | None = None) -> bool:
     try:
-        return engines.in_use().backend != "cpu"
+        return engines.in_use(backend).backend != "cpu"
     except MoestreamError:
         return False  # none is built
 
 
-def machine_of(measured: Measured, ram: int | None, vram: int | None) -> Machine:
+def machine_of(measured: Measured, ram: int | None, vram: int | None, backend: str | None = None) -> Machine:
     """What was measured, with what was given instead.
+
+    Args:
+        backend: of the engine that will be started; None for the one in use.
 
     Raises:
         MoestreamError: this system does not say how much memory there is.
     """
-    if vram is None and measured.gpus and _engine_uses_gpu():
+    if vram is None and measured.gpus and _engine_uses_gpu(backend):
         vram = sum(gpu.free_bytes for gpu in measured.gpus)
     budget = budget_of(measured.memory, measured.cores, vram, ram)
     return Machine(budget.available_bytes, budget.limited_by, budget.cores, measured.rates, budget.vram_bytes)
@@ -458,13 +461,16 @@ def plan_command(
     ram, vram = merged["ram"], merged["vram"]
     measured = measure(subject)
     machine = machine_of(
-        measured, None if ram is None else parse_size("--ram", ram), None if vram is None else parse_size("--vram", vram)
+        measured,
+        None if ram is None else parse_size("--ram", ram),
+        None if vram is None else parse_size("--vram", vram),
+        merged["backend"],
     )
-    if machine.vram_bytes is not None and not _engine_uses_gpu():
+    if machine.vram_bytes is not None and not _engine_uses_gpu(merged["backend"]):
         notices.append(
             "the commands below need an engine for the card: moestream build --backend cuda; the one in use computes on the CPU alone"
         )
-    if machine.vram_bytes is None and vram is None and _engine_uses_gpu():
+    if machine.vram_bytes is None and vram is None and _engine_uses_gpu(merged["backend"]):
         notices.append(
             "the engine in use is for a GPU, and none is planned with: nvidia-smi names none with memory of its own that CUDA_VISIBLE_DEVICES shows"
         )
@@ -570,7 +576,7 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
             learning.leave_out(record, RecordStore(), _tokens(before), _tokens(stats))
     raw = stats.raw or {}
     measured = replace(measure(subject), load=load)
-    machine = machine_of(measured, None, None)
+    machine = machine_of(measured, None, None, record.backend)
     # What was available to the server when it started, which may have a limit of its own; else what there is now, and what it has taken.
     now = machine.available_bytes + stats.memory.get("total_bytes", 0)
     machine = replace(machine, available_bytes=record.available_bytes or now)

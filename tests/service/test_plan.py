@@ -245,6 +245,9 @@ def test_gpus_count_for_an_engine_that_uses_them(home: Home, tmp_path: Path) -> 
         text.startswith("start leaves --slots auto to the engine, in the memory of the card") for text in answer["notices"]
     )
     assert answer["command"].endswith(" -- --cpu-moe -ngl 99")
+    home.variables["MOESTREAM_BACKEND"] = "cpu"
+    cpu_alone = plan(home, str(DEMO))
+    assert cpu_alone["card"] is None and "-ngl" not in cpu_alone["command"], "the engine that will be started counts"
     on_card = answer["card"]
     assert (on_card["slots"], on_card["free_bytes"], on_card["fits"]) == (64, 7000 << 20, True)
     assert on_card["command"].endswith("--slots all --ctx 2048 -- -ngl 99")
