@@ -19,6 +19,11 @@ from moestream.errors import MoestreamError
 _PACKAGE = Path(__file__).resolve().parent
 
 
+def import_path() -> str:
+    """PYTHONPATH for a child that must import this very moestream from another folder."""
+    return os.pathsep.join([str(_PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def checkout_root() -> Path | None:
     """The root of the checkout this package runs from, or None when it is installed."""
     root = _PACKAGE.parent

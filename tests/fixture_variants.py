@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import gguf
@@ -99,16 +99,15 @@ def add_mtp(source: Path, target: Path) -> Path:
     return target
 
 
-def glm4moe_with_mtp(folder: Path) -> Path:
-    """glm4moe, which upstream's own fixture makes, with such a head, in Q4_0."""
-    run(tool("test-llama-archs"), "-o", folder, "-a", "glm4moe", "-s", "1")
-    source = folder / "glm4moe-moe.gguf"
-    spread_routing(source)
-    return with_mtp(source, folder / "glm4moe-mtp-q4_0.gguf")
-
-
-def with_mtp(source: Path, target: Path) -> Path:
-    """``source``, F32, deeper and with such a head, in Q4_0."""
+def make_mtp(layout: str, model: Callable[[str, str], Path], folder: Path) -> Path:
+    """A layout with such a head, deeper, in Q4_0: glm4moe, which upstream's own fixture makes, or one of ``model``."""
+    if layout == "glm4moe":
+        run(tool("test-llama-archs"), "-o", folder, "-a", layout, "-s", "1")
+        source = folder / f"{layout}-moe.gguf"
+        spread_routing(source)
+    else:
+        source = model(layout, "f32")
+    target = folder / f"{layout}-mtp-q4_0.gguf"
     deep = deepen(source, target.with_suffix(".trunk"))
     headed = add_mtp(deep, target.with_suffix(".f32"))
     return quantize(headed, target)

@@ -286,10 +286,8 @@ def _text(data: dict[str, Any], outcome: Outcome) -> str:
 
 def _ratio_line(ratio: dict[str, Any]) -> str:
     pairs = f"{ratio['pairs']} pair{'' if ratio['pairs'] == 1 else 's'}"
-    what, span = (
-        f"{_FIGURES[ratio['figure']]}, {ratio['cache']}: {ratio['side']}",
-        f"{ratio['ratio_min']:.2f} to {ratio['ratio_max']:.2f}",
-    )
+    what = f"{_FIGURES[ratio['figure']]}, {ratio['cache']}: {ratio['side']}"
+    span = f"{ratio['ratio_min']:.2f} to {ratio['ratio_max']:.2f}"
     if ratio["ratio_min"] < 1 < ratio["ratio_max"]:  # the middle of such pairs is chance
         return f"{what} against {STOCK}: no clear difference ({span} times, {pairs})"
     return f"{what} {ratio['ratio']:.2f}x {STOCK} ({span}, {pairs})"

@@ -227,16 +227,8 @@ def _command(
 
     A budget that ``start`` will find where this plan has found it, in a file or the environment, says there where everything goes.
     """
-    words = [
-        "moestream",
-        "start",
-        "--model",
-        merged.name or subject.name,
-        "--slots",
-        chosen.slots,
-        "--ctx",
-        str(wishes.context.n_ctx),
-    ]
+    words = ["moestream", "start", "--model", merged.name or subject.name, "--slots", chosen.slots]
+    words += ["--ctx", str(wishes.context.n_ctx)]
     if merged["parallel"] is not None:
         words += ["--parallel", str(merged["parallel"])]
     ram_tier = chosen.ram_tier or merged["ram_tier"]
@@ -508,19 +500,13 @@ def _card_json(
         subject.facts, wishes, made.hits, free_bytes=free, available_bytes=machine.available_bytes, rates=rates,
         disk_bytes_s=measured.drive.bytes_s,
     )  # fmt: skip
-    command, most = None, on_card.slots
-    if not on_card.fits:
-        most = card.decide(
-            subject.facts, replace(wishes, slots=None), made.hits, free_bytes=free, available_bytes=machine.available_bytes,
-            rates=rates, disk_bytes_s=measured.drive.bytes_s,
-        ).slots  # fmt: skip
-    with_ram_alone = merged["vram"] is None and _is_set_elsewhere(
-        merged, "ram"
-    )  # start then has slots in RAM, whatever a card has
+    # start then has slots in RAM, whatever a card has
+    with_ram_alone = merged["vram"] is None and _is_set_elsewhere(merged, "ram")
+    command = None
     if on_card.fits and not with_ram_alone:
         slots = "all" if on_card.slots >= on_card.n_expert else str(on_card.slots)
         command = _command(subject, merged, fit.Chosen(slots, placement=("-ngl", "99")), wishes, types, on_card=True)
-    return {**on_card.as_json(), "most_slots": most, "command": command}
+    return {**on_card.as_json(), "command": command}
 
 
 # --- whether it came true --------------------------------------------------------------------------------------------
@@ -590,13 +576,15 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
     if path:
         rates = card_rates.measure_apart()
         free = sum(gpu.free_bytes for gpu in measured.gpus) + stats.memory.get("device_bytes", 0)
-        given = {
-            "free_bytes": free, "available_bytes": machine.available_bytes, "rates": rates,
-            "disk_bytes_s": measured.cache_bytes_s if cached else measured.drive.bytes_s,
-        }  # fmt: skip
-        wanted = card.decide(facts, wishes, model, **given).slots
-        on_card = card.decide(facts, replace(wishes, slots=real), model, **given)
-        with_real_hits = card.decide(facts, replace(wishes, slots=real), known, **given).speed
+        disk_bytes_s = measured.cache_bytes_s if cached else measured.drive.bytes_s
+        on_card = card.decide(
+            facts, replace(wishes, slots=real), model, free_bytes=free, available_bytes=machine.available_bytes, rates=rates,
+            disk_bytes_s=disk_bytes_s,
+        )  # fmt: skip
+        wanted = on_card.most_slots if wishes.slots is None else min(wishes.slots, on_card.n_expert)
+        with_real_hits = card.predict(
+            facts, known, rates, slots=on_card.slots, ram_tier_bytes=on_card.ram_tier_bytes, disk_bytes_s=disk_bytes_s
+        )
         expected, own, read = card.expected(made.memory.sizes.as_json(), on_card, path), on_card.speed, on_card.speed.read_bytes
         staging, limits = "full width" if on_card.staging_bytes else "none", path != "copy"
     else:

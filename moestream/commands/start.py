@@ -16,6 +16,7 @@ from moestream.commands import options
 from moestream.config import BUILT_IN
 from moestream.errors import MoestreamError
 from moestream.gguf_facts import GgufFacts
+from moestream.planning import fit
 from moestream.result import Result
 from moestream.server import address, learning, report
 from moestream.server.arguments import (
@@ -26,7 +27,7 @@ from moestream.server.arguments import (
     build_argv,
     check_extra,
     check_streaming_flags,
-    flag_of,
+    first_of,
     parse_slots,
     value_after,
 )
@@ -45,6 +46,7 @@ from moestream.server.supervise import (
     notice,
     stop_notice,
     stop_on_signals,
+    stopped_early,
 )
 from moestream.upstream import engines
 
@@ -206,9 +208,6 @@ def make_plan(
     )
 
 
-_ON_GPU = ("-ngl", "--gpu-layers", "--n-gpu-layers")
-
-
 def _check_gpu(settings: ServerSettings, engine: engines.Engine) -> None:
     """Refuse what an engine without code for a GPU cannot honour; whether there is a GPU is the engine's to find out."""
     if settings.require_gpu and engine.backend == "cpu":
@@ -216,7 +215,7 @@ def _check_gpu(settings: ServerSettings, engine: engines.Engine) -> None:
             f"--require-gpu cannot be honoured: the engine in use ({engine.id}) computes on the CPU alone",
             hint="an engine for the GPU: moestream build --backend cuda; moestream engines lists those that are built",
         )
-    if engine.backend == "cpu" and (placing := next((a for a in settings.extra if flag_of(a) in _ON_GPU), None)):
+    if engine.backend == "cpu" and (placing := first_of(settings.extra, fit.ON_GPU)):
         notice(
             f"notice: {placing} does nothing: the engine in use ({engine.id}) computes on the CPU alone (moestream build --backend cuda)"
         )
@@ -379,7 +378,7 @@ def serve(plan: ServerPlan) -> Generator[Result, None, None]:
     if late and len(signals) < 2:
         notice(f"notice: {late}")
     if not was_ready:
-        raise MoestreamError("stopped before the server was ready", exit_code=130)
+        raise stopped_early()
     notice(end.outcome.value)
 
 

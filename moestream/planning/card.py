@@ -59,7 +59,8 @@ class CardPlan:
     """What a start with all layers on the card comes to.
 
     Attributes:
-        slots: of each layer; fewer than ``least_slots``: not even those of a token fit.
+        slots: of each layer, as asked for or as many as fit; fewer than ``least_slots``: not even those of a token fit.
+        most_slots: that fit.
         free_bytes: of the card, before anything is there.
         usable_bytes: without the margin that the engine leaves.
         budgeted_bytes: what the engine reckons for these slots, on the card.
@@ -72,6 +73,7 @@ class CardPlan:
 
     slots: int
     least_slots: int
+    most_slots: int
     n_expert: int
     free_bytes: int
     usable_bytes: int
@@ -198,12 +200,9 @@ def decide(
     resident = facts.dense_bytes + state.budgeted(facts, wishes.context) + memory.compute_budgeted(facts, wishes.context)
     resident += (wishes.in_flight or memory.MAX_IN_FLIGHT) * memory.CHUNK_BYTES + staging
     can = usable(free_bytes)
-    if wishes.slots is not None:
-        slots = min(wishes.slots, n_expert)
-    elif resident + n_expert * slot_bytes <= can:
-        slots = n_expert
-    else:
-        slots = min(max(0, can - resident) // slot_bytes, n_expert - 1)
+    all_fit = resident + n_expert * slot_bytes <= can
+    most = n_expert if all_fit else min(max(0, can - resident) // slot_bytes, n_expert - 1)
+    slots = most if wishes.slots is None else min(wishes.slots, n_expert)
     tier = _ram_tier(facts, wishes, available_bytes)
 
     def row(n: int) -> tuple[CardSpeed, int, bool]:
@@ -216,6 +215,7 @@ def decide(
     return CardPlan(
         slots=slots,
         least_slots=n_used,
+        most_slots=most,
         n_expert=n_expert,
         free_bytes=free_bytes,
         usable_bytes=can,

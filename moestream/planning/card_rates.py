@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
+
+from moestream import paths
 
 LIBRARY = "libcuda.so.1"
 _LINK_BYTES = 32 << 20
@@ -75,11 +76,10 @@ def measure(limit_s: float = 0.1, library: str = LIBRARY) -> CardRates:
 
 def measure_apart(timeout_s: float = 30.0) -> CardRates:
     """The same in a process of its own: a driver that hangs or crashes takes nothing with it."""
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__], capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": paths.import_path()},
         )  # fmt: skip
         return CardRates(**json.loads(done.stdout))
     except (OSError, subprocess.TimeoutExpired, ValueError, TypeError):

@@ -33,7 +33,8 @@ _BESIDE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("--swa-full",), ("LLAMA_ARG_SWA_FULL",)),
 )
 # What says where weights go, as a plan with a GPU does.
-PLACING = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe")
+ON_GPU = ("-ngl", "--gpu-layers", "--n-gpu-layers")
+PLACING = (*ON_GPU, "-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe")
 
 
 def check_cache_type(flag: str, value: str) -> str:

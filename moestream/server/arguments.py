@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -331,6 +331,11 @@ def build_argv(server: Path, settings: ServerSettings) -> list[str]:
     if settings.parallel is not None:
         argv += ["-np", str(settings.parallel)]
     return [*argv, *settings.extra]
+
+
+def first_of(extra: Sequence[str], flags: Collection[str]) -> str | None:
+    """The first of these flags among extra arguments, as it is spelt there; None where none is given."""
+    return next((a for a in extra if flag_of(a) in flags), None)
 
 
 def value_after(extra: Sequence[str], *flags: str) -> str | None:

@@ -18,7 +18,7 @@ from moestream.planning.card_rates import CardRates
 from moestream.planning.memory import RAM_AUTO
 from moestream.planning.plan import Budget, settle
 from moestream.server import report
-from moestream.server.arguments import ServerSettings, build_argv, flag_of
+from moestream.server.arguments import ServerSettings, build_argv, first_of
 from moestream.sizes import parse_size
 from moestream.upstream.engines import Engine
 
@@ -69,7 +69,7 @@ def _vram(settings: ServerSettings, engine: Engine) -> int | None:
                 hint="leave out --vram; or an engine for the GPU: moestream build --backend cuda",
             )
         return None
-    placing = next((a for a in settings.extra if flag_of(a) in fit.PLACING), None)
+    placing = first_of(settings.extra, fit.PLACING)
     if placing is None and settings.pool not in (None, "auto"):
         placing = f"--pool {settings.pool}"
     if placing is not None:
@@ -152,7 +152,7 @@ def _on_card(settings: ServerSettings, facts: GgufFacts, environment: Mapping[st
     Raises:
         MoestreamError: not even the slots of a token fit, those that were asked for do not, or something else says where weights go.
     """
-    if placing := next((a for a in settings.extra if flag_of(a) in fit.PLACING), None):
+    if placing := first_of(settings.extra, fit.PLACING):
         raise MoestreamError(
             f"--vram and --pool device cannot be combined with {placing}: all layers and their slots go to the card",
             hint=f"leave out {placing}, or --vram",

@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from moestream import paths
 from moestream.errors import MoestreamError
 from moestream.server import address, learning
 from moestream.server.arguments import DEFAULT_READY_TIMEOUT_S, ENGINE_FLAGS
@@ -284,6 +285,10 @@ _KNOWN_ENDS: tuple[tuple[re.Pattern[str], str, str], ...] = (
 )
 
 
+def stopped_early() -> MoestreamError:
+    return MoestreamError("stopped before the server was ready", exit_code=130)
+
+
 def end_error(plan: ServerPlan, end: Exit, *, was_ready: bool, after_s: float) -> MoestreamError:
     """The error for a server that ended without being asked to: its own words, or the end of its log."""
     lines = tail(Path(plan.log_path), REFUSAL_WITHIN_LINES)
@@ -350,7 +355,7 @@ class Detached:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs,),
                 start_new_session=True,  # a closing terminal does not reach it
-                env={**os.environ, "PYTHONPATH": _import_path()},
+                env={**os.environ, "PYTHONPATH": paths.import_path()},
             )
         except OSError as error:
             os.close(ours)
@@ -408,19 +413,13 @@ class Detached:
         if "exit" in report:
             end = Exit(**{**report["exit"], "cause": Cause(report["exit"]["cause"])})
             if end.cause is Cause.STOPPED:
-                raise MoestreamError("stopped before the server was ready", exit_code=130)
+                raise stopped_early()
             raise end_error(self._plan, end, was_ready=False, after_s=time.monotonic() - self._started)
         if "error" in report:
             if self._stopping:  # before it could say so
-                raise MoestreamError("stopped before the server was ready", exit_code=130)
+                raise stopped_early()
             raise MoestreamError(report["error"], hint=report.get("hint"))
         return replace(self._plan, argv=tuple(report["argv"]))
-
-
-def _import_path() -> str:
-    """PYTHONPATH for a child that must import this very moestream from another folder."""
-    root = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _detached_main() -> None:

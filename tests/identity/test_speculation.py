@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fixture_models import run, tool
-from fixture_variants import glm4moe_with_mtp, with_mtp, write_dense_draft
+from fixture_variants import make_mtp, write_dense_draft
 from llama_server import LlamaServer, environment
 
 PROMPT = "The purpose of this manual is to describe"
@@ -22,11 +22,7 @@ def mtp_model(model: Callable[[str, str], Path], disk_folder: Path) -> Callable[
 
     def get(layout: str) -> Path:
         if layout not in made:
-            made[layout] = (
-                glm4moe_with_mtp(disk_folder)
-                if layout == "glm4moe"
-                else with_mtp(model(layout, "f32"), disk_folder / f"{layout}-mtp-q4_0.gguf")
-            )
+            made[layout] = make_mtp(layout, model, disk_folder)
         return made[layout]
 
     return get
