@@ -628,10 +628,10 @@ static bool start_guess(const ggml_tensor * dst, device_layer & l, cudaStream_t 
     guess_experts<<<n_blocks(), n_threads, 0, side>>>(l, (const char *) state->data, state->nb[1], (int) state->ne[1], (const char *) router->data,
             router->nb[1], (int) router->ne[0], type);
     std::lock_guard<std::mutex> lock(forks_mutex);
-    for (const auto & [other, before] : forks) { // what is wanted first comes first
-        if (other == stream && cudaStreamWaitEvent(side, (cudaEvent_t) before->joined, 0) != cudaSuccess) {
-            return false;
-        }
+    // what is wanted first comes first: behind the last, which is behind all before it
+    const auto last = std::find_if(forks.rbegin(), forks.rend(), [&](const auto & f) { return f.first == stream; });
+    if (last != forks.rend() && cudaStreamWaitEvent(side, (cudaEvent_t) last->second->joined, 0) != cudaSuccess) {
+        return false;
     }
     fetch_guesses<<<n_blocks(), n_threads, 0, side>>>(l);
     if (cudaEventRecord((cudaEvent_t) l.joined, side) != cudaSuccess) {

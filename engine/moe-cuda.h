@@ -6,7 +6,7 @@
 
 #include <cuda_runtime.h>
 
-// the moe_device_functions that moe-hooks.cpp asks for; slot_tokens is the backend's own
+// the moe_device_functions that hooks/ asks for; slot_tokens is the backend's own
 void * moe_cuda_functions(int (*slot_tokens)(ggml_backend_dev_t dev, enum ggml_type type));
 
 // before a graph of the stream is complete: nothing that it has begun runs on elsewhere

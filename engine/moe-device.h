@@ -1,6 +1,6 @@
 #pragma once
 
-// What a backend that can have slots in a device's memory gives moe-hooks.cpp: the address of one moe_device_functions, by the name "moe_device".
+// What a backend that can have slots in a device's memory gives hooks/: the address of one moe_device_functions, by the name "moe_device".
 
 #include "ggml-backend.h"
 

@@ -7,7 +7,6 @@ set(MOESTREAM_SOURCES
     header-check.cpp
     io-probe.cpp
     moe-files.cpp
-    moe-hooks.cpp
     policy.cpp
     ram-tier.cpp
     router-guess.cpp
@@ -20,11 +19,28 @@ set(MOESTREAM_SOURCES
     trial.cpp
     uring.cpp
 )
+# the only ones that see upstream's internals
+set(MOESTREAM_HOOKS
+    hooks/buffers.cpp
+    hooks/compute.cpp
+    hooks/context.cpp
+    hooks/devices.cpp
+    hooks/graph.cpp
+    hooks/guesses.cpp
+    hooks/load-begin.cpp
+    hooks/load-end.cpp
+    hooks/load-guard.cpp
+    hooks/load-layout.cpp
+    hooks/load-slots.cpp
+    hooks/model-files.cpp
+    hooks/model.cpp
+)
 list(TRANSFORM MOESTREAM_SOURCES PREPEND "${MOESTREAM_ENGINE_DIR}/")
+list(TRANSFORM MOESTREAM_HOOKS   PREPEND "${MOESTREAM_ENGINE_DIR}/")
 
 find_package(Threads REQUIRED)
 
-target_sources            (llama PRIVATE ${MOESTREAM_SOURCES})
+target_sources            (llama PRIVATE ${MOESTREAM_SOURCES} ${MOESTREAM_HOOKS})
 target_include_directories(llama PUBLIC  $<BUILD_INTERFACE:${MOESTREAM_ENGINE_DIR}>)
 target_link_libraries     (llama PRIVATE Threads::Threads)
 
@@ -46,9 +62,8 @@ if (TARGET ggml-cuda)
 endif()
 
 # upstream builds its sources as large units; ours keep their own static names
-set_source_files_properties(${MOESTREAM_SOURCES} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
-# the only file that sees upstream's internals
-set_source_files_properties("${MOESTREAM_ENGINE_DIR}/moe-hooks.cpp" TARGET_DIRECTORY llama PROPERTIES
+set_source_files_properties(${MOESTREAM_SOURCES} ${MOESTREAM_HOOKS} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+set_source_files_properties(${MOESTREAM_HOOKS} TARGET_DIRECTORY llama PROPERTIES
     INCLUDE_DIRECTORIES "${PROJECT_SOURCE_DIR}/src;${PROJECT_SOURCE_DIR}/ggml/src")
 
 # a library of upstream's, of headers alone

@@ -554,9 +554,13 @@ void reader::work(worker & w) {
                 finish(j, "");
             }
         }
+        const storage * ended = nullptr;
         for (const job & j : w.taken) {
             if (is_write(j.part)) {
-                j.part.at->write_end();
+                if (j.part.at != ended) { // of all that was begun there
+                    ended = j.part.at;
+                    ended->write_end();
+                }
                 finish(j, "");
             }
         }

@@ -1,6 +1,6 @@
 #pragma once
 
-// The streaming engine of one loaded model: slots, staging and the transfers that fill them. No ggml in here; moe-hooks.cpp
+// The streaming engine of one loaded model: slots, staging and the transfers that fill them. No ggml in here; hooks/
 // connects it to the graph.
 //
 // A graph visits the MoE layers in order. For each it calls begin() once the router has chosen, and join() where the experts

@@ -23,7 +23,7 @@ from pathlib import Path
 from moestream import __version__
 from moestream.errors import MoestreamError
 from moestream.upstream import engines, manifest
-from moestream.upstream.build import PRODUCT_TARGETS, native_flag
+from moestream.upstream.build import PRODUCT_TARGETS, find_cuda_compiler, native_flag
 from moestream.upstream.disk import FULL, full_disk_reported
 from moestream.upstream.engines import Engine
 from moestream.upstream.fetch import sha256_of
@@ -350,10 +350,18 @@ def _min_driver(brought: Mapping[str, str], gpu_archs: tuple[str, ...]) -> str:
     return ""
 
 
+def _cuda_toolkit() -> Path:
+    """The folder of the CUDA toolkit that builds take; CUDA_HOME may name one without a compiler."""
+    if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return Path(home)
+    compiler, _ = find_cuda_compiler()
+    return Path(compiler).resolve().parents[1] if compiler else Path("/usr/local/cuda")
+
+
 def _find_library(name: str, needed_by: Path) -> Path:
     """Where this machine's loader finds a library."""
-    folders = [os.environ.get("CUDA_HOME") or "/usr/local/cuda"]
-    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join([os.environ.get("LD_LIBRARY_PATH", ""), *(f"{f}/lib64" for f in folders)]).strip(":")}  # fmt: skip
+    searched = f"{os.environ.get('LD_LIBRARY_PATH', '')}:{_cuda_toolkit()}/lib64".strip(":")
+    environment = {**os.environ, "LD_LIBRARY_PATH": searched}
     done = subprocess.run(["ldd", needed_by], env=environment, capture_output=True, text=True, errors="replace")
     if match := re.search(rf"^\s*{re.escape(name)} => (/.+) \(0x", done.stdout, re.MULTILINE):
         return Path(match[1]).resolve()
@@ -365,11 +373,11 @@ def _find_library(name: str, needed_by: Path) -> Path:
 
 def _gpu_archs(library: Path) -> tuple[str, ...]:
     """The architectures that a CUDA library has code for, as cuobjdump lists them."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    program = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=f"{home}/bin")
+    toolkit = _cuda_toolkit()
+    program = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=f"{toolkit}/bin")
     if not program:
         raise MoestreamError(
-            f"cuobjdump not found (looked on PATH and in {home}/bin); it says which GPUs {library.name} has code for",
+            f"cuobjdump not found (looked on PATH and in {toolkit}/bin); it says which GPUs {library.name} has code for",
             hint="install the CUDA toolkit and set CUDA_HOME",
         )
     found: set[str] = set()

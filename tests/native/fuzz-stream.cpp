@@ -1,4 +1,4 @@
-// Drives a moe::stream through random graphs, as moe-hooks.cpp does, and a model of it that predicts every id, every failed
+// Drives a moe::stream through random graphs, as hooks/ does, and a model of it that predicts every id, every failed
 // read and every counter. After each join a team of threads compares the row behind every id with the file.
 //
 // What a round draws: layers of different shapes; batches from one token to wide, the last layer with fewer tokens; ids with

@@ -210,7 +210,7 @@ TEST(a_failed_read_ahead_of_a_graph_that_stops_is_no_error) {
     CHECK_EQ(m.s->compute_end(false), "");
 }
 
-// No graph that moe-hooks.cpp builds leaves one behind; the half must be safe all the same.
+// No graph that hooks/ builds leaves one behind; the half must be safe all the same.
 TEST(a_read_ahead_that_nobody_came_for_ends_before_its_half_is_reused) {
     door d(30);
     uint64_t first_of_1 = 0;
