@@ -47,6 +47,7 @@ def sides_for(slots: Sequence[str], threads: int) -> list[Side]:
     found = [
         Side("stock, all on the card", ("-t", "8"), True),
         Side("stock, -ncmoe 99", ("-ncmoe", "99", *cpu), True),
+        Side("stock, mapped", ("-ncmoe", "99", "-t", str(threads), "-lm", "mmap"), True),
         Side("stock, -ncmoe 36", ("-ncmoe", "36", *cpu)),
     ]
     for n in slots:
@@ -54,10 +55,9 @@ def sides_for(slots: Sequence[str], threads: int) -> list[Side]:
     found += [
         Side("32 slots, no prefetch", ("-t", "8", "--moe-slots", "32", *WARM, "--moe-prefetch", "off")),
         Side("32 slots, looked after by the host", ("-t", "8", "--moe-slots", "32", "--moe-gpu-path", "copy")),
-        Side(
-            "32 slots, no RAM tier, from the drive", ("-t", "8", "--moe-slots", "32", "--moe-ram", "none", "--moe-io", "direct")
-        ),
     ]
+    drive = ("--moe-ram", "none", "--moe-io", "direct")
+    found += [Side(f"{n} slots, from the drive", ("-t", "8", "--moe-slots", n, *drive)) for n in slots if n != "all"]
     return found
 
 

@@ -26,6 +26,7 @@ def test_sides() -> None:
     assert [s.name for s in sides.values() if s.prompts] == [
         "stock, all on the card",
         "stock, -ncmoe 99",
+        "stock, mapped",
         "32 slots",
         "all slots",
     ]
@@ -39,7 +40,7 @@ def test_some_of_the_sides() -> None:
 
     assert names() == [s.name for s in sides]
     assert names("32 slots", "-ncmoe 99") == ["stock, -ncmoe 99", "32 slots"], "a whole name is no part of others"
-    assert names("prefetch", "drive") == ["32 slots, no prefetch", "32 slots, no RAM tier, from the drive"]
+    assert names("prefetch", "drive") == ["32 slots, no prefetch", "32 slots, from the drive"]
 
 
 def test_medians_in_order_of_first_appearance() -> None:
