@@ -225,7 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             a.bin = engines.in_use("cuda").bin_dir
         only = [part.strip() for part in a.only.split(";") if part.strip()]
         sides = chosen(sides_for(a.slots.split(","), a.threads), only)
-        equal = [] if a.no_identity else identity(a.bin / "moe-identity", a.model, "32")
+        numbers = [n for n in a.slots.split(",") if n != "all"]
+        compared = "32" if "32" in numbers or not numbers else numbers[0]
+        equal = [] if a.no_identity else identity(a.bin / "moe-identity", a.model, compared)
         for line in equal:
             print(line, file=sys.stderr, flush=True)
         runs: list[Run] = []

@@ -36,7 +36,7 @@ def lost(stock: Counter[str], streamed: Counter[str]) -> list[str]:
 
 def run(program: Path, model: Path, *flags: str) -> Counter[str]:
     """The fusions of some tokens, one at a time; RuntimeError where it fails or logs none."""
-    one_by_one = ("-ngl", "99", "-p", "Once", "-n", "4", "--temp", "0", "-no-cnv", "-c", "256", "-ub", "1")
+    one_by_one = ("-ngl", "99", "-p", "Once", "-n", "4", "--temp", "0", "-no-cnv", "-c", "256", "-ub", "1", "-lv", "4")
     argv = [program, "-m", model, *one_by_one, *flags]
     done = subprocess.run(
         [str(a) for a in argv], capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=600
