@@ -49,6 +49,7 @@ def sides_for(slots: Sequence[str], threads: int) -> list[Side]:
         Side("stock, -ncmoe 99", ("-ncmoe", "99", *cpu), True),
         Side("stock, mapped", ("-ncmoe", "99", "-t", str(threads), "-lm", "mmap"), True),
         Side("stock, -ncmoe 36", ("-ncmoe", "36", *cpu)),
+        Side("stock, -ncmoe 34", ("-ncmoe", "34", *cpu)),
     ]
     for n in slots:
         found.append(Side(f"{n} slots", ("-t", "8", "--moe-slots", n, *(WARM if n != "all" else ())), n in ("32", "all")))

@@ -58,7 +58,12 @@ def test_what_does_not_prove_anything_is_a_problem(tmp_path, script, problem):
 FUSIONS = """\
 I nodes_fused: 3, first: MUL_MAT_ID (ffn_moe_gate-0), last: GLU (ffn_moe_swiglu-0)
 I nodes_fused: 3, first: MUL_MAT_ID (ffn_moe_gate-11), last: GLU (ffn_moe_swiglu-11)
-I nodes_fused: 2, first: RMS_NORM (norm-0), last: MUL (attn_norm-0)
+I nodes_fused: 3, first: MUL_MAT_ID (ffn_moe_gate-11), last: GLU (ffn_moe_swiglu-11)
+I nodes_fused: 2, first: MUL_MAT (node_86), last: ADD (ffn_inp-0)
+I nodes_fused: 2, first: MUL_MAT (node_145), last: ADD (ffn_inp-1)
+I nodes_fused: 5, first: RMS_NORM (norm-0), last: SET_ROWS (cache_k_l0 (view))
+I nodes_fused: 2, first: RMS_NORM (node_33), last: SCALE (node_34)
+I nodes_fused: 2, first: RMS_NORM (node_108), last: SCALE (node_109)
 something else
 """
 
@@ -66,8 +71,15 @@ something else
 def test_fusions_that_are_lost() -> None:
     stock = fusions.fused(FUSIONS)
     glu = "3 nodes, MUL_MAT_ID ffn_moe_gate to GLU ffn_moe_swiglu"
-    assert stock == {glu: 2, "2 nodes, RMS_NORM norm to MUL attn_norm": 1}
+    assert stock == {
+        glu: 2,
+        "2 nodes, MUL_MAT node_ to ADD ffn_inp": 2,
+        "5 nodes, RMS_NORM norm to SET_ROWS cache_k_l": 1,
+        "2 nodes, RMS_NORM node_ to SCALE node_": 2,
+    }
     assert fusions.lost(stock, stock) == []
+    with_another_node = FUSIONS.replace("node_145", "node_147").replace("node_108", "node_110").replace("node_109", "node_111")
+    assert fusions.fused(with_another_node) == stock
     streamed = stock.copy()
     streamed[glu] = 1
     assert fusions.lost(stock, streamed) == [f"{glu}: 1 instead of 2"]
