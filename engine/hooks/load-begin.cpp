@@ -41,93 +41,83 @@ static moe_files read_files(const llama_model_loader & ml) {
     return files;
 }
 
+// null: absent. Flags are checked by their parser, too; keys may come from elsewhere.
+static const llama_model_kv_override * number_setting(const llama_model_loader & ml, const char * key, const char * flag, int64_t min, int64_t max, const char * expected) {
+    const auto * o = setting(ml, key, LLAMA_KV_OVERRIDE_TYPE_INT);
+    if (o && (o->val_i64 < min || o->val_i64 > max)) {
+        throw std::runtime_error(format("%s %lld: expected %s", flag, (long long) o->val_i64, expected));
+    }
+    return o;
+}
+
+// out stays as it is when the key is absent
+template <typename T, typename F>
+static void read_name(const llama_model_loader & ml, const char * key, const char * flag, const char * expected, F && from_name, T & out) {
+    const auto * o = setting(ml, key, LLAMA_KV_OVERRIDE_TYPE_STR);
+    if (o && !from_name(o->val_str, out)) {
+        throw std::runtime_error(format("%s '%s': expected %s", flag, o->val_str, expected));
+    }
+}
+
+template <typename T>
+static void read_name(const llama_model_loader & ml, const char * key, const char * flag, const char * expected,
+        const std::vector<std::pair<std::string, T>> & names, T & out) {
+    read_name(ml, key, flag, expected, [&](const std::string & name, T & found) {
+        const auto it = std::find_if(names.begin(), names.end(), [&](const auto & n) { return n.first == name; });
+        found = it == names.end() ? found : it->second;
+        return it != names.end();
+    }, out);
+}
+
+static void read_bool(const llama_model_loader & ml, const char * key, bool & out) {
+    if (const auto * o = setting(ml, key, LLAMA_KV_OVERRIDE_TYPE_BOOL)) {
+        out = o->val_bool;
+    }
+}
+
 static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
-    if (const auto * o = setting(ml, "moestream.io_threads", LLAMA_KV_OVERRIDE_TYPE_INT)) {
-        if (o->val_i64 < 1 || o->val_i64 > 256) {
-            throw std::runtime_error(format("--moe-io-threads %lld: expected 1 to 256", (long long) o->val_i64));
-        }
+    if (const auto * o = number_setting(ml, "moestream.io_threads", "--moe-io-threads", 1, 256, "1 to 256")) {
         moe.io.n_in_flight = (int32_t) o->val_i64;
     }
-    if (const auto * o = setting(ml, "moestream.io", LLAMA_KV_OVERRIDE_TYPE_STR)) {
-        if (!moe::io_mode_from_name(o->val_str, moe.io.mode)) {
-            throw std::runtime_error(format("--moe-io '%s': expected auto, direct or buffered", o->val_str));
-        }
-    }
-    if (const auto * o = setting(ml, "moestream.io_backend", LLAMA_KV_OVERRIDE_TYPE_STR)) {
-        if (!moe::io_backend_from_name(o->val_str, moe.io.backend)) {
-            throw std::runtime_error(format("--moe-io-backend '%s': expected auto, threads or uring", o->val_str));
-        }
-    }
-    if (const auto * o = setting(ml, "moestream.policy", LLAMA_KV_OVERRIDE_TYPE_STR)) {
-        if (!moe::policy_from_name(o->val_str, moe.policy)) {
-            throw std::runtime_error(format("--moe-policy '%s': expected lru, lfu or heat", o->val_str));
-        }
-    }
-    if (const auto * o = setting(ml, "moestream.overlap", LLAMA_KV_OVERRIDE_TYPE_BOOL)) {
-        moe.overlap = o->val_bool;
-    }
-    if (const auto * o = setting(ml, "moestream.staging", LLAMA_KV_OVERRIDE_TYPE_STR)) {
-        const std::string value = o->val_str;
-        if (value != "auto" && value != "full" && value != "ring") {
-            throw std::runtime_error(format("--moe-staging '%s': expected auto, full or ring", o->val_str));
-        }
-        moe.staging_wanted = value == "full" ? staging_kind::full : value == "ring" ? staging_kind::ring : staging_kind::automatic;
-    }
-    if (const auto * o = setting(ml, "moestream.ram", LLAMA_KV_OVERRIDE_TYPE_INT)) {
-        if (o->val_i64 < MOE_RAM_AUTO) {
-            throw std::runtime_error(format("--moe-ram %lld: expected a number of bytes, auto or none", (long long) o->val_i64));
-        }
+    read_name(ml, "moestream.io",         "--moe-io",         "auto, direct or buffered", moe::io_mode_from_name,    moe.io.mode);
+    read_name(ml, "moestream.io_backend", "--moe-io-backend", "auto, threads or uring",   moe::io_backend_from_name, moe.io.backend);
+    read_name(ml, "moestream.policy",     "--moe-policy",     "lru, lfu or heat",         moe::policy_from_name,     moe.policy);
+    read_name<staging_kind>(ml, "moestream.staging", "--moe-staging", "auto, full or ring",
+            { { "auto", staging_kind::automatic }, { "full", staging_kind::full }, { "ring", staging_kind::ring } }, moe.staging_wanted);
+    read_name<moe::prefetch_kind>(ml, "moestream.prefetch", "--moe-prefetch", "auto, on or off",
+            { { "auto", moe::prefetch_kind::automatic }, { "on", moe::prefetch_kind::on }, { "off", moe::prefetch_kind::off } }, moe.prefetch);
+    read_name<gpu_path_kind>(ml, "moestream.gpu_path", "--moe-gpu-path", "auto, copy or mailbox",
+            { { "auto", gpu_path_kind::automatic }, { "copy", gpu_path_kind::copy }, { "mailbox", gpu_path_kind::mailbox } }, moe.gpu_path);
+    read_name<pool_kind>(ml, "moestream.pool", "--moe-pool", "auto, device or host",
+            { { "auto", pool_kind::automatic }, { "device", pool_kind::device }, { "host", pool_kind::host } }, moe.pool_wanted);
+    read_bool(ml, "moestream.overlap",     moe.overlap);
+    read_bool(ml, "moestream.require_gpu", moe.require_gpu);
+    if (const auto * o = number_setting(ml, "moestream.ram", "--moe-ram", MOE_RAM_AUTO, INT64_MAX, "a number of bytes, auto or none")) {
         moe.ram_wanted = o->val_i64;
         moe.ram_given  = true;
     }
-    if (const auto * o = setting(ml, "moestream.prefetch", LLAMA_KV_OVERRIDE_TYPE_STR)) {
-        const std::string value = o->val_str;
-        if (value != "auto" && value != "on" && value != "off") {
-            throw std::runtime_error(format("--moe-prefetch '%s': expected auto, on or off", o->val_str));
-        }
-        moe.prefetch = value == "auto" ? moe::prefetch_kind::automatic : value == "on" ? moe::prefetch_kind::on : moe::prefetch_kind::off;
+    if (const auto * o = number_setting(ml, "moestream.map_pin", "--moe-map-pin", 0, 1000000, "a number of experts")) {
+        moe.map_pin = (int32_t) o->val_i64;
     }
-    if (const auto * o = setting(ml, "moestream.gpu_path", LLAMA_KV_OVERRIDE_TYPE_STR)) {
-        const std::string value = o->val_str;
-        if (value != "auto" && value != "copy" && value != "mailbox") {
-            throw std::runtime_error(format("--moe-gpu-path '%s': expected auto, copy or mailbox", o->val_str));
-        }
-        moe.gpu_path = value == "copy" ? gpu_path_kind::copy : value == "mailbox" ? gpu_path_kind::mailbox : gpu_path_kind::automatic;
+    if (const auto * o = setting(ml, "moestream.warm", LLAMA_KV_OVERRIDE_TYPE_INT)) {
+        moe.warm_s = std::min<int64_t>(o->val_i64, 86400);
     }
-    if (const auto * o = setting(ml, "moestream.pool", LLAMA_KV_OVERRIDE_TYPE_STR)) {
-        const std::string value = o->val_str;
-        if (value != "auto" && value != "device" && value != "host") {
-            throw std::runtime_error(format("--moe-pool '%s': expected auto, device or host", o->val_str));
-        }
-        moe.pool_wanted = value == "device" ? pool_kind::device : value == "host" ? pool_kind::host : pool_kind::automatic;
+    moe.files = read_files(ml);
+    if (const auto * o = number_setting(ml, "moestream.trace_limit", "--moe-trace-limit", 1, 1 << 30, "a number of MiB from 1")) {
+        moe.trace_limit = (uint64_t) o->val_i64 << 20;
     }
-    if (const auto * o = setting(ml, "moestream.require_gpu", LLAMA_KV_OVERRIDE_TYPE_BOOL)) {
-        moe.require_gpu = o->val_bool;
-    }
+}
+
+// settings of which one makes no sense with, or without, another
+static void refuse_settings(const moe_stream & moe, const llama_model_loader & ml) {
     if (moe.prefetch == moe::prefetch_kind::on && !moe.overlap) {
         throw std::runtime_error("--moe-prefetch on cannot be combined with --moe-overlap off: matmuls wait for what was guessed; hint: leave out one of them");
     }
     if (moe.staging_wanted == staging_kind::ring && !moe.overlap) {
         throw std::runtime_error("--moe-staging ring cannot be combined with --moe-overlap off: matmuls wait for what passes through the ring; hint: leave out one of them");
     }
-    moe.files = read_files(ml);
-    if (const auto * o = setting(ml, "moestream.trace_limit", LLAMA_KV_OVERRIDE_TYPE_INT)) {
-        if (o->val_i64 < 1 || o->val_i64 > 1 << 30) {
-            throw std::runtime_error(format("--moe-trace-limit %lld: expected a number of MiB from 1", (long long) o->val_i64));
-        }
-        if (!moe.files.trace) {
-            throw std::runtime_error("--moe-trace-limit does nothing without --moe-trace; hint: add --moe-trace FILE, or leave it out");
-        }
-        moe.trace_limit = (uint64_t) o->val_i64 << 20;
-    }
-    if (const auto * o = setting(ml, "moestream.map_pin", LLAMA_KV_OVERRIDE_TYPE_INT)) {
-        if (o->val_i64 < 0 || o->val_i64 > 1000000) {
-            throw std::runtime_error(format("--moe-map-pin %lld: expected a number of experts", (long long) o->val_i64));
-        }
-        moe.map_pin = (int32_t) o->val_i64;
-    }
-    if (const auto * o = setting(ml, "moestream.warm", LLAMA_KV_OVERRIDE_TYPE_INT)) {
-        moe.warm_s = std::min<int64_t>(o->val_i64, 86400);
+    if (ml.kv_overrides.count("moestream.trace_limit") && !moe.files.trace) {
+        throw std::runtime_error("--moe-trace-limit does nothing without --moe-trace; hint: add --moe-trace FILE, or leave it out");
     }
     if (!moe.files.map) {
         for (const char * needs_map : { moe.map_pin > 0 ? "--moe-map-pin" : nullptr, moe.slots_wanted == MOE_SLOTS_MAP ? "--moe-slots map" : nullptr }) {
@@ -138,6 +128,21 @@ static void read_settings(moe_stream & moe, const llama_model_loader & ml) {
     } else if (moe.map_pin == 0 && moe.warm_s < 0 && moe.slots_wanted != MOE_SLOTS_MAP) {
         throw std::runtime_error("--moe-map does nothing alone; hint: add --moe-map-pin N, --moe-warm SECONDS or --moe-slots map, or leave it out");
     }
+}
+
+// the first that says where experts go, and which; null: none
+static std::pair<const llama_model_tensor_buft_override *, const file_tensor *> override_of_experts(const moe_stream & moe, const llama_model_loader & ml) {
+    for (const auto * o = ml.tensor_buft_overrides; o && o->pattern; ++o) {
+        const std::regex pattern(o->pattern);
+        for (const auto & [il, tensors] : moe.layers) {
+            for (const file_tensor & t : tensors) {
+                if (std::regex_search(t.name, pattern)) {
+                    return { o, &t };
+                }
+            }
+        }
+    }
+    return {};
 }
 
 static void refuse_combinations(const moe_stream & moe, const llama_model_loader & ml, const llama_model_params & params,
@@ -159,38 +164,17 @@ static void refuse_combinations(const moe_stream & moe, const llama_model_loader
             throw std::runtime_error("--moe-slots cannot be combined with --rpc; hint: leave out one of them");
         }
     }
-    for (const auto * o = ml.tensor_buft_overrides; o && o->pattern && !moe.takes_pools; ++o) { // else it says where the slots are
-        const std::regex pattern(o->pattern);
-        for (const auto & [il, tensors] : moe.layers) {
-            for (const file_tensor & t : tensors) {
-                if (std::regex_search(t.name, pattern)) {
-                    throw std::runtime_error(format("--moe-slots cannot be combined with --cpu-moe, --n-cpu-moe or an --override-tensor that "
-                            "matches experts: '%s' matches '%s'; hint: leave out one of them", o->pattern, t.name.c_str()));
-                }
-            }
-        }
+    if (const auto [o, t] = override_of_experts(moe, ml); o && !moe.takes_pools) { // else it says where the slots are
+        throw std::runtime_error(format("--moe-slots cannot be combined with --cpu-moe, --n-cpu-moe or an --override-tensor that "
+                "matches experts: '%s' matches '%s'; hint: leave out one of them", o->pattern, t->name.c_str()));
     }
-}
-
-static bool is_overridden(const moe_stream & moe, const llama_model_loader & ml) {
-    for (const auto * o = ml.tensor_buft_overrides; o && o->pattern; ++o) {
-        const std::regex pattern(o->pattern);
-        for (const auto & [il, tensors] : moe.layers) {
-            for (const file_tensor & t : tensors) {
-                if (std::regex_search(t.name, pattern)) {
-                    return true;
-                }
-            }
-        }
-    }
-    return false;
 }
 
 // where upstream will put all layers, known before it does
 static ggml_backend_dev_t only_device_of(const moe_stream & moe, const llama_model_loader & ml, const llama_hparams & hparams,
         const llama_model_params & params, const std::vector<llama_device> & devices) {
     const bool all_layers = params.n_gpu_layers < 0 || params.n_gpu_layers > (int32_t) hparams.n_layer_all; // the output counts as one
-    return all_layers && devices.size() == 1 && functions_of(devices[0].dev) && !is_overridden(moe, ml) ? devices[0].dev : nullptr;
+    return all_layers && devices.size() == 1 && functions_of(devices[0].dev) && !override_of_experts(moe, ml).first ? devices[0].dev : nullptr;
 }
 
 static void find_experts(moe_stream & moe, const llama_model_loader & ml, const llama_hparams & hparams) {
@@ -316,6 +300,7 @@ std::shared_ptr<moe_stream> moe_load_begin(
     moe->slots_wanted = slots->val_i64;
     moe->extra_bufts  = params.use_extra_bufts;
     read_settings(*moe, ml);
+    refuse_settings(*moe, ml);
 
     if (ml.files.empty()) {
         throw std::runtime_error("--moe-slots needs a model file to read experts from");

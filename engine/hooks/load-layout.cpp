@@ -124,6 +124,97 @@ static void take_off_map(const llama_mmap & mapping, uint64_t first, uint64_t en
 #endif
 }
 
+// keep what the model really uses (layers of a skipped MTP head stay unread), and where
+static void find_pools(moe_stream & moe, llama_model_loader & ml) {
+    for (auto it = moe.layers.begin(); it != moe.layers.end(); ) {
+        for (file_tensor & t : it->second) {
+            const auto it_ctx = ml.ctx_map.find({ t.place ? t.place : pool_buft(), false });
+            t.pool = it_ctx == ml.ctx_map.end() ? nullptr : ggml_get_tensor(it_ctx->second.get(), t.name.c_str());
+            if (!t.pool) {
+                continue;
+            }
+            moe.places[t.place];
+            if (t.place != it->second[0].place) {
+                throw std::runtime_error(format("--moe-slots: the experts of layer %d are in two places, '%s' on %s and '%s' on %s; hint: an --override-tensor that "
+                        "matches all expert tensors of a layer, or none", it->first, it->second[0].name.c_str(), ggml_backend_buft_name(it->second[0].place),
+                        t.name.c_str(), ggml_backend_buft_name(t.place)));
+            }
+        }
+        const bool used = it->second[0].pool != nullptr;
+        it = used ? std::next(it) : moe.layers.erase(it);
+    }
+    if (moe.places.empty()) {
+        throw std::runtime_error("--moe-slots: the model uses none of its expert tensors");
+    }
+}
+
+static void refuse_device_flags(const moe_stream & moe) {
+    if (moe.gpu_path != gpu_path_kind::automatic || moe.pool_wanted != pool_kind::automatic) {
+        const char * flag = moe.gpu_path != gpu_path_kind::automatic ? "--moe-gpu-path" : "--moe-pool";
+        throw std::runtime_error(format("%s does nothing: the experts of all layers are computed on the cpu; hint: leave out %s, or -ngl 99 without --cpu-moe and a build for "
+                "the card (moestream build --backend cuda)", flag, flag));
+    }
+}
+
+// a tensor of bytes beside the pools of a place
+static ggml_tensor * add_bytes(llama_model_loader & ml, ggml_backend_buffer_type_t place, const char * name, uint64_t size) {
+    ggml_tensor * t = ggml_new_tensor_1d(ml.ctx_map.at({ place, false }).get(), GGML_TYPE_I8, size);
+    ggml_set_name(t, name);
+    return t;
+}
+
+// false: no layer needs it
+static bool add_staging(moe_stream & moe, llama_model_loader & ml) {
+    moe.half_bytes = 0;
+    lay_out_staging(moe);
+    std::set<ggml_backend_buffer_type_t> needed;
+    for (const auto & [il, tensors] : moe.layers) {
+        for (const file_tensor & t : tensors) {
+            // a device takes batches of more than a few tokens through staging only
+            if (t.pool && !moe.resident.count(il) && (is_device_pool(t.place) || t.pool->ne[2] < t.n_expert)) {
+                needed.insert(t.place);
+            }
+        }
+    }
+    for (const ggml_backend_buffer_type_t place : needed) {
+        moe.places[place].staging = add_bytes(ml, place, "moe_staging", moe.staging_bytes());
+    }
+    if (needed.empty()) {
+        moe.half_bytes = 0;
+        moe.n_ring     = 0;
+    }
+    return !needed.empty();
+}
+
+// below slots in the processor's memory
+static void add_ram_tier(moe_stream & moe, llama_model_loader & ml) {
+    std::vector<moe::ram_tier::layer_size> sizes;
+    for (const auto & [il, tensors] : moe.layers) {
+        sizes.push_back({ slab_bytes(tensors), (int32_t) tensors[0].n_expert, (int32_t) tensors[0].pool->ne[2] });
+    }
+    const uint64_t bytes = moe::ram_tier(sizes, moe.ram_budget).bytes();
+    if (bytes > 0) {
+        moe.ram = add_bytes(ml, pool_buft(), "moe_ram", bytes + tensor_pad);
+    } else if (moe.ram_wanted != MOE_RAM_AUTO) {
+        throw std::runtime_error(format("--moe-ram %lld has no room for an expert of this model, which takes %llu bytes; hint: --moe-ram 1GiB, say, or leave it out",
+                (long long) moe.ram_wanted, (unsigned long long) slab_bytes(moe.layers.begin()->second)));
+    }
+}
+
+// while the contexts are the loader's
+static void note_routers(moe_stream & moe, const llama_model_loader & ml) {
+    for (const auto & [il, tensors] : moe.layers) {
+        for (const char * name : router_tensors) {
+            const std::string full = format("blk.%d.%s", il, name);
+            for (const auto & [key, ctx_weights] : ml.ctx_map) {
+                if (ggml_tensor * t = ggml_get_tensor(ctx_weights.get(), full.c_str())) {
+                    moe.routers[full] = t;
+                }
+            }
+        }
+    }
+}
+
 } // namespace moe::hooks
 
 using namespace moe::hooks;
@@ -132,94 +223,27 @@ void moe_load_layout(moe_stream * moe, llama_model_loader & ml) {
     if (!moe) {
         return;
     }
-    // keep what the model really uses (layers of a skipped MTP head stay unread)
-    std::map<ggml_backend_buffer_type_t, bool> needs_staging; // by place
-    for (auto it = moe->layers.begin(); it != moe->layers.end(); ) {
-        for (file_tensor & t : it->second) {
-            const auto it_ctx = ml.ctx_map.find({ t.place ? t.place : pool_buft(), false });
-            t.pool = it_ctx == ml.ctx_map.end() ? nullptr : ggml_get_tensor(it_ctx->second.get(), t.name.c_str());
-            if (!t.pool) {
-                continue;
-            }
-            moe->places[t.place];
-            if (t.place != it->second[0].place) {
-                throw std::runtime_error(format("--moe-slots: the experts of layer %d are in two places, '%s' on %s and '%s' on %s; hint: an --override-tensor that "
-                        "matches all expert tensors of a layer, or none", it->first, it->second[0].name.c_str(), ggml_backend_buft_name(it->second[0].place),
-                        t.name.c_str(), ggml_backend_buft_name(t.place)));
-            }
-        }
-        const bool used = it->second[0].pool != nullptr;
-        it = used ? std::next(it) : moe->layers.erase(it);
-    }
-    if (moe->places.empty()) {
-        throw std::runtime_error("--moe-slots: the model uses none of its expert tensors");
-    }
+    find_pools(*moe, ml);
     check_on_gpu(*moe);
     if (moe->on_device()) {
         decide_gpu_path(*moe, ml.no_alloc);
         refuse_on_device(*moe);
         moe->n_ring = 0;
-    } else if (moe->gpu_path != gpu_path_kind::automatic || moe->pool_wanted != pool_kind::automatic) {
-        const char * flag = moe->gpu_path != gpu_path_kind::automatic ? "--moe-gpu-path" : "--moe-pool";
-        throw std::runtime_error(format("%s does nothing: the experts of all layers are computed on the cpu; hint: leave out %s, or -ngl 99 without --cpu-moe and a build for "
-                "the card (moestream build --backend cuda)", flag, flag));
+    } else {
+        refuse_device_flags(*moe);
     }
-    for (const auto & [il, tensors] : moe->layers) {
-        for (const file_tensor & t : tensors) {
-            // a device takes batches of more than a few tokens through staging only
-            if (t.pool && !moe->resident.count(il) && (is_device_pool(t.place) || t.pool->ne[2] < t.n_expert)) {
-                needs_staging[t.place] = true;
-            }
-        }
-    }
-    moe->half_bytes = 0;
-    lay_out_staging(*moe);
-    bool any = false;
-    for (const auto & [place, needed] : needs_staging) {
-        if (needed) {
-            any = true;
-            ggml_tensor * staging = ggml_new_tensor_1d(ml.ctx_map.at({ place, false }).get(), GGML_TYPE_I8, moe->staging_bytes());
-            ggml_set_name(staging, "moe_staging");
-            moe->places[place].staging = staging;
-        }
-    }
-    if (!any) {
-        moe->half_bytes = 0;
-        moe->n_ring     = 0;
-    }
-    if (moe->on_device() || !any) { // copies to and from a device's slots are not made for them
+    const bool any_staging = add_staging(*moe, ml);
+    if (moe->on_device() || !any_staging) { // copies to and from a device's slots are not made for them
         moe->ram_budget = moe->by_device ? moe->ram_budget : 0;
         moe->n_guess    = 0;
     }
     if (moe->ram_budget > 0 && !moe->by_device) {
-        ggml_context * host_ctx = ml.ctx_map.at({ pool_buft(), false }).get();
-        std::vector<moe::ram_tier::layer_size> sizes;
-        for (const auto & [il, tensors] : moe->layers) {
-            sizes.push_back({ slab_bytes(tensors), (int32_t) tensors[0].n_expert, (int32_t) tensors[0].pool->ne[2] });
-        }
-        const uint64_t bytes = moe::ram_tier(sizes, moe->ram_budget).bytes();
-        if (bytes > 0) {
-            moe->ram = ggml_new_tensor_1d(host_ctx, GGML_TYPE_I8, bytes + tensor_pad);
-            ggml_set_name(moe->ram, "moe_ram");
-        } else if (moe->ram_wanted != MOE_RAM_AUTO) {
-            throw std::runtime_error(format("--moe-ram %lld has no room for an expert of this model, which takes %llu bytes; hint: --moe-ram 1GiB, say, or leave it out",
-                    (long long) moe->ram_wanted, (unsigned long long) slab_bytes(moe->layers.begin()->second)));
-        }
-    }
-    for (const auto & [il, tensors] : moe->layers) { // while the contexts are the loader's
-        for (const char * name : router_tensors) {
-            for (const auto & [key, ctx_weights] : ml.ctx_map) {
-                const std::string full = format("blk.%d.%s", il, name);
-                if (ggml_tensor * t = ggml_get_tensor(ctx_weights.get(), full.c_str())) {
-                    moe->routers[full] = t;
-                }
-            }
-        }
+        add_ram_tier(*moe, ml);
     }
     if (moe->n_guess > 0) {
-        moe->guesses = ggml_new_tensor_1d(ml.ctx_map.at({ pool_buft(), false }).get(), GGML_TYPE_I8, moe->n_guess * moe->guess_bytes + tensor_pad);
-        ggml_set_name(moe->guesses, "moe_guesses");
+        moe->guesses = add_bytes(ml, pool_buft(), "moe_guesses", moe->n_guess * moe->guess_bytes + tensor_pad);
     }
+    note_routers(*moe, ml);
 }
 
 void moe_load_mapped(moe_stream * moe, llama_model_loader & ml) {
