@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NOT_INSTALLED = "nvidia-smi is not installed"
@@ -48,3 +49,24 @@ def ask(*fields: str, timeout_s: float = DEFAULT_TIMEOUT_S, program: str = "nvid
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         return Answer(problem=f"nvidia-smi: {said[0][:200] if said else 'finds no GPU'}")
     return Answer(rows)
+
+
+def visible(cards: Sequence[tuple[str, str]], wanted: str) -> list[int]:
+    """Which cards, by place, CUDA_VISIBLE_DEVICES shows, in its order: up to the first that names none, as CUDA reads it.
+
+    Args:
+        cards: index and uuid of each, as nvidia-smi says them. Its indices are CUDA's where all cards are alike or CUDA_DEVICE_ORDER is
+            PCI_BUS_ID.
+        wanted: the variable's value. Parts of cards (``MIG-…``) are nobody here.
+    """
+    found: list[int] = []
+    for name in (part.strip() for part in wanted.split(",")):
+        named = [
+            i for i, (index, uuid) in enumerate(cards) if index == name or (name.startswith("GPU-") and uuid.startswith(name))
+        ]
+        if len(named) != 1:
+            break
+        if named[0] in found:
+            return []  # CUDA then shows none
+        found.append(named[0])
+    return found

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moestream import config
+from moestream import config, model_names
 from moestream.config import ConfigFile
 from moestream.errors import MoestreamError
 from moestream.result import Result
@@ -25,11 +25,8 @@ def show(
 ) -> Result:
     """Show each setting of start and where it comes from."""
     merged = config.merge({"model": model}, os.environ, config.load())
-    if model is not None and merged.name is None and merged.names and not os.path.exists(model):
-        raise MoestreamError(
-            f"--model {model}: neither a file nor a name that is known",
-            hint=f"the models of moestream.yaml: {', '.join(merged.names)}",
-        )
+    if model is not None and merged.name is None:
+        model_names.locate(merged)  # or the error that start would end with
     rows = []
     settings: dict[str, Any] = {}
     for option, setting in merged.settings.items():

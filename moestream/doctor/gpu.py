@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +71,8 @@ class Gpu:
     capability: str
     total_bytes: int | None
     free_bytes: int | None
+    index: str = "0"
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,22 @@ def look(root: Path = Path("/")) -> Nvidia:
     """Ask nvidia-smi, the driver's library and the PCI bus."""
     present = _has_hardware(root)
     cuda = _library_cuda()
-    answer = nvidia_smi.ask("name", "driver_version", "compute_cap", "memory.total", "memory.free")
+    answer = nvidia_smi.ask("name", "driver_version", "compute_cap", "memory.total", "memory.free", "index", "uuid")
     if answer.problem:
         return Nvidia(present or bool(cuda) or answer.problem != nvidia_smi.NOT_INSTALLED, answer.problem, cuda=cuda)
-    gpus = tuple(Gpu(name, capability, _bytes(total), _bytes(free)) for name, _, capability, total, free in answer.rows)
+    gpus = tuple(
+        Gpu(name, capability, _bytes(total), _bytes(free), index, uuid)
+        for name, _, capability, total, free, index, uuid in answer.rows
+    )
     return Nvidia(True, "", answer.rows[0][1], cuda, gpus)
+
+
+def _shown(nvidia: Nvidia, environment: Mapping[str, str]) -> Sequence[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES does not hide; all where it names parts of cards."""
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None or "MIG-" in wanted:
+        return nvidia.gpus
+    return [nvidia.gpus[i] for i in nvidia_smi.visible([(g.index, g.uuid) for g in nvidia.gpus], wanted)]
 
 
 def driver(nvidia: Nvidia, *, needed: bool) -> Finding:
@@ -171,18 +184,22 @@ def gpu(nvidia: Nvidia, environment: Mapping[str, str], *, backend: str | None) 
     if not nvidia.gpus:
         return GPU.skipped(nvidia.problem if nvidia.present else "no GPU of NVIDIA")
     names = ", ".join(f"{g.name} (compute capability {g.capability})" for g in nvidia.gpus)
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and (visible.strip() in ("", "-1", "NoDevFiles")):
-        return GPU.problem(backend == "cuda", "hidden", f"{names}; CUDA_VISIBLE_DEVICES={visible} hides all of them")
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    shown = _shown(nvidia, environment)
+    if not shown:
+        return GPU.problem(backend == "cuda", "hidden", f"{names}; CUDA_VISIBLE_DEVICES={wanted} hides all of them")
     if backend == "cpu":
         return GPU.warn("unused", f"{names}; the engine in use computes on the CPU alone")
-    return GPU.ok(names + (f"; CUDA_VISIBLE_DEVICES={visible}" if visible else ""), count=len(nvidia.gpus))
+    return GPU.ok(names + (f"; CUDA_VISIBLE_DEVICES={wanted}" if wanted else ""), count=len(shown))
 
 
-def vram(nvidia: Nvidia) -> Finding:
+def vram(nvidia: Nvidia, environment: Mapping[str, str]) -> Finding:
     if not nvidia.gpus:
         return VRAM.skipped(nvidia.problem if nvidia.present else "no GPU of NVIDIA")
-    own = [g for g in nvidia.gpus if g.free_bytes is not None and g.total_bytes is not None]
+    shown = _shown(nvidia, environment)
+    if not shown:
+        return VRAM.skipped("CUDA_VISIBLE_DEVICES hides all GPUs")
+    own = [g for g in shown if g.free_bytes is not None and g.total_bytes is not None]
     if not own:
         return VRAM.ok("shares the machine's memory")
     text = ", ".join(f"{size(g.free_bytes or 0)} of {size(g.total_bytes or 0)} free" for g in own)

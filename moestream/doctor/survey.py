@@ -121,7 +121,7 @@ def examine(
     run(gpu.DRIVER, lambda: gpu.driver(nvidia, needed=on_cuda))
     run(gpu.CUDA, lambda: gpu.cuda(nvidia, engine=bool(used) and on_cuda))
     run(gpu.GPU, lambda: gpu.gpu(nvidia, environment, backend=used.backend if used else None))
-    run(gpu.VRAM, lambda: gpu.vram(nvidia))
+    run(gpu.VRAM, lambda: gpu.vram(nvidia, environment))
 
     run(host.IO_URING, lambda: host.io_uring(root))
     address = (merged["host"], merged["port"]) if merged else (DEFAULT_HOST, DEFAULT_PORT)

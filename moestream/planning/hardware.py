@@ -91,28 +91,12 @@ def gpus(program: str = "nvidia-smi", environment: Mapping[str, str] = os.enviro
     rows: Sequence[tuple[str, ...]] = answer.rows
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None:
-        rows = visible(rows, wanted)
+        rows = [rows[i] for i in nvidia_smi.visible([(r[-2], r[-1]) for r in rows], wanted)]
     return [
         Gpu(name, int(total) << 20, int(free) << 20)
         for name, total, free, *_ in rows
         if total.isdecimal() and free.isdecimal()  # not where they share the machine's memory
     ]
-
-
-def visible(rows: Sequence[tuple[str, ...]], wanted: str) -> list[tuple[str, ...]]:
-    """Rows that end with index and uuid, as CUDA_VISIBLE_DEVICES orders them: up to the first that names none, as CUDA reads it.
-
-    Numbers are nvidia-smi's, which are CUDA's where all cards are alike or CUDA_DEVICE_ORDER is PCI_BUS_ID.
-    """
-    found: list[tuple[str, ...]] = []
-    for name in (part.strip() for part in wanted.split(",")):
-        named = [r for r in rows if r[-2] == name or (name.startswith("GPU-") and r[-1].startswith(name))]
-        if len(named) != 1:
-            break
-        if named[0] in found:
-            return []  # CUDA then shows none
-        found.append(named[0])
-    return found
 
 
 # --- the drive -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import platform
 import re
 import sys
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from moestream import paths
@@ -141,8 +141,8 @@ def engine_id(
 
 def write_description(engine: Engine, folder: Path) -> None:
     """Write ``engine.json`` into ``folder``."""
-    fields = {name: value for name, value in asdict(engine).items() if name != "path"}
-    (folder / "engine.json").write_text(json.dumps({"schema": SCHEMA, **fields}, indent=2) + "\n", encoding="utf-8")
+    values = {name: value for name, value in asdict(engine).items() if name != "path"}
+    (folder / "engine.json").write_text(json.dumps({"schema": SCHEMA, **values}, indent=2) + "\n", encoding="utf-8")
 
 
 def read_engine(folder: Path) -> Engine | None:
@@ -153,7 +153,9 @@ def read_engine(folder: Path) -> Engine | None:
             return None
         for name in ("targets", "tools", "cmake_args", "extra_cmake_args", "cuda_archs"):
             values[name] = tuple(values.get(name, ()))
-        return Engine(path=folder, **values)
+        engine = Engine(path=folder, **values)
+        texts = (getattr(engine, field.name) for field in fields(Engine) if field.type == "str")
+        return engine if all(isinstance(text, str) for text in texts) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -86,6 +86,10 @@ def test_what_start_refuses_names_the_line(home: Home, project: Path) -> None:
 def test_models_that_are_not_known(home: Home, project: Path) -> None:
     done = run(home, project, "start")
     assert (done.returncode, done.stderr) == (2, "error: no model is given\nhint: moestream start --model FILE\n")
+    done = run(home, project, "config", "show", "--model", "dmeo")
+    assert (
+        done.returncode == 1 and "--model dmeo: neither a file nor a name that is known\nhint: no moestream.yaml" in done.stderr
+    )
     (project / "moestream.yaml").write_text("models:\n  demo: {model: hf:owner/repo:q4}\n  other: {}\n")
     done = run(home, project, "start")
     assert done.stderr.endswith("; or the models of moestream.yaml: demo, other\n")
@@ -94,6 +98,7 @@ def test_models_that_are_not_known(home: Home, project: Path) -> None:
         assert done.returncode == 1 and done.stderr == (
             "error: --model dmeo: neither a file nor a name that is known\nhint: the models of moestream.yaml: demo, other\n"
         )
+    assert "hf:owner/repo:q4" in run(home, project, "config", "show", "--model", "demo").stdout
     done = run(home, project, "start", "demo")
     assert done.returncode == 1 and "--model hf:owner/repo:q4" in done.stderr and "model is from" in done.stderr
     done = run(home, project, "start", "other")

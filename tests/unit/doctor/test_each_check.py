@@ -412,6 +412,7 @@ def test_numa__several(root) -> None:
 # --- GPUs ---
 
 ONE = Nvidia(True, "", "580.65.06", "13.0", (Gpu("NVIDIA H200", "9.0", 140 * GIB, 139 * GIB),))
+TWO = replace(ONE, gpus=(Gpu("X", "8.6", 8 * GIB, GIB - 1, "0", "GPU-a"), Gpu("Y", "8.6", 8 * GIB, 7 * GIB, "1", "GPU-b")))
 NOTHING = Nvidia(False, "nvidia-smi is not installed")
 
 
@@ -420,12 +421,15 @@ def smi(path: Path, text: str) -> None:
 
 
 def test_gpu_driver__ok(path: Path, root) -> None:
-    smi(path, "echo 'NVIDIA H200, 580.65.06, 9.0, 143771, 143159'; echo 'NVIDIA \"X\", 580.65.06, 12.1, [N/A], [N/A]'")
+    smi(
+        path,
+        "echo 'NVIDIA H200, 580.65.06, 9.0, 143771, 143159, 0, GPU-aa'; echo 'NVIDIA \"X\", 580.65.06, 12.1, [N/A], [N/A], 1, GPU-bb'",
+    )
     seen = gpu.look(root.path)
     assert seen.driver == "580.65.06" and seen.problem == ""
     assert seen.gpus == (
-        Gpu("NVIDIA H200", "9.0", 143771 << 20, 143159 << 20),
-        Gpu('NVIDIA "X"', "12.1", None, None),
+        Gpu("NVIDIA H200", "9.0", 143771 << 20, 143159 << 20, "0", "GPU-aa"),
+        Gpu('NVIDIA "X"', "12.1", None, None, "1", "GPU-bb"),
     )
     is_ok(gpu.driver(replace(seen, cuda="13.0"), needed=True), "580.65.06, CUDA up to 13.0")
     is_skipped(gpu.driver(NOTHING, needed=False), "no GPU of NVIDIA")
@@ -463,7 +467,7 @@ def test_gpu_driver__broken(path: Path, root, script: str, found: str) -> None:
     is_bad(gpu.driver(seen, needed=True), "fail", f"nvidia-smi: {found}" if "finds" in found else found, "restart")
     is_bad(gpu.driver(seen, needed=False), "warn", found)
     is_skipped(gpu.gpu(seen, {}, backend="cpu"), found)
-    is_skipped(gpu.vram(seen), found)
+    is_skipped(gpu.vram(seen, {}), found)
 
 
 def test_gpu_driver__library() -> None:
@@ -506,10 +510,12 @@ def test_gpu__ok() -> None:
         gpu.gpu(ONE, {"CUDA_VISIBLE_DEVICES": "0"}, backend="cuda"),
         "NVIDIA H200 (compute capability 9.0); CUDA_VISIBLE_DEVICES=0",
     )
+    part = gpu.gpu(ONE, {"CUDA_VISIBLE_DEVICES": "MIG-1"}, backend="cuda")
+    is_ok(part, "NVIDIA H200 (compute capability 9.0); CUDA_VISIBLE_DEVICES=MIG-1")
     is_skipped(gpu.gpu(NOTHING, {}, backend="cpu"), "no GPU of NVIDIA")
 
 
-@pytest.mark.parametrize("value", ["", "-1"])
+@pytest.mark.parametrize("value", ["", "-1", "7", "nonsense", "0,0"])
 def test_gpu__hidden(value: str) -> None:
     finding = gpu.gpu(ONE, {"CUDA_VISIBLE_DEVICES": value}, backend="cuda")
     is_bad(finding, "fail", f"CUDA_VISIBLE_DEVICES={value} hides all", "unset CUDA_VISIBLE_DEVICES")
@@ -521,13 +527,17 @@ def test_gpu__unused() -> None:
 
 
 def test_vram__ok() -> None:
-    is_ok(gpu.vram(ONE), "139.0 GiB of 140.0 GiB free")
-    is_ok(gpu.vram(replace(ONE, gpus=(Gpu("Thor", "11.0", None, None),))), "shares the machine's memory")
-    is_skipped(gpu.vram(NOTHING), "no GPU of NVIDIA")
+    is_ok(gpu.vram(ONE, {}), "139.0 GiB of 140.0 GiB free")
+    is_ok(gpu.vram(replace(ONE, gpus=(Gpu("Thor", "11.0", None, None),)), {}), "shares the machine's memory")
+    is_ok(gpu.vram(TWO, {}), "1024.0 MiB of 8.0 GiB free, 7.0 GiB of 8.0 GiB free")
+    is_ok(gpu.vram(TWO, {"CUDA_VISIBLE_DEVICES": "GPU-b"}), "7.0 GiB of 8.0 GiB free")
+    is_skipped(gpu.vram(TWO, {"CUDA_VISIBLE_DEVICES": "9"}), "CUDA_VISIBLE_DEVICES hides all GPUs")
+    is_skipped(gpu.vram(NOTHING, {}), "no GPU of NVIDIA")
 
 
 def test_vram__little() -> None:
-    is_bad(gpu.vram(replace(ONE, gpus=(Gpu("X", "8.6", 8 * GIB, GIB - 1),))), "warn", "of 8.0 GiB free", "nvidia-smi")
+    is_bad(gpu.vram(replace(ONE, gpus=(Gpu("X", "8.6", 8 * GIB, GIB - 1),)), {}), "warn", "of 8.0 GiB free", "nvidia-smi")
+    is_bad(gpu.vram(TWO, {"CUDA_VISIBLE_DEVICES": "0"}), "warn", "of 8.0 GiB free", "nvidia-smi")
 
 
 # --- io_uring ---

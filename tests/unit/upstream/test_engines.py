@@ -59,6 +59,13 @@ def test_a_folder_that_is_no_engine_is_passed_over(install, text):
     assert installed() == [engine]
 
 
+def test_a_description_with_another_kind_of_value_is_passed_over(install):
+    engine = install()
+    file = engine.path / "engine.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "backend": 7}))
+    assert installed() == []
+
+
 def test_none_built():
     with pytest.raises(MoestreamError, match=r"^no engine is built$") as caught:
         in_use()
