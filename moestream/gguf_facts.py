@@ -35,7 +35,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
 }  # fmt: skip
 
-# The engine's opinion is expert_kinds in engine/moe-hooks.cpp; a test compares the two on every architecture. Like there,
+# The engine's opinion is expert_kinds in engine/hooks/load-begin.cpp; a test compares the two on every architecture. Like there,
 # grovemoe's chunk experts (chexps) stay resident.
 EXPERT_TENSOR = re.compile(r"blk\.(\d{1,9})\.ffn_(gate|up|down|gate_up)_exps\.weight")
 BLOCK_TENSOR = re.compile(r"blk\.(\d{1,9})\.")

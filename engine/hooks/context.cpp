@@ -2,7 +2,6 @@
 
 #include "model.h"
 
-#include "llama-context.h"
 #include "llama-ext.h"
 #include "llama-model.h"
 

@@ -2,8 +2,6 @@
 
 #include "model.h"
 
-#include "llama-model.h"
-
 #include <cstring>
 #include <unordered_set>
 

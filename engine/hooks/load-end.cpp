@@ -3,9 +3,6 @@
 #include "model.h"
 
 #include "ggml-backend-impl.h"
-#include "llama-arch.h"
-
-#include <cstdlib>
 
 namespace moe::hooks {
 
@@ -115,7 +112,7 @@ static void settle_repacking(moe_stream & moe, file_tensor & t) {
     t.convert = repacking_of(*t.pool);
 }
 
-// Finds twins and gates of the next layer, and adds its shape. n_slab: of the layer, in the RAM tier of a device that looks after its slots.
+// Makes twins and gates of the next layer, and adds its shape. n_slab: of the layer, in the RAM tier of a device that looks after its slots.
 static moe::layer_desc connect_layer(moe_stream & moe, int32_t il, std::vector<file_tensor> & tensors, int32_t n_slab,
         std::unordered_map<const ggml_tensor *, ggml_prec> & prec) {
     const int32_t i_layer = (int32_t) moe.shapes.size();

@@ -237,12 +237,12 @@ inline uint64_t slab_bytes(const std::vector<file_tensor> & tensors) {
     return n;
 }
 
-// of the tests' switches: 0 is off
-bool is_set(const char * name);
-
 //
 // model.cpp
 //
+
+// of the tests' switches: 0 is off
+bool is_set(const char * name);
 
 // from now on its statistics are those of the process
 void add_live(moe_stream & moe);

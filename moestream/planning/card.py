@@ -1,6 +1,6 @@
 """Slots in the memory of a card: how many fit, what is below them, and how fast that is. Pure.
 
-The numbers are those of the engine (``decide_slots`` and ``device_ram_budget`` in engine/moe-hooks.cpp), for one card that takes all layers.
+The numbers are those of the engine (``decide_slots`` and ``device_ram_budget`` in engine/hooks/), for one card that takes all layers.
 
 A token's weights pass through the card's memory once; beside that a kernel or two of each tensor take their time, however small it is:
 ``TENSOR_S``, from two models on one card (docs/cuda.md). What is missed is copied by kernels at ``LINK_SHARE`` of what the link's own copies

@@ -68,7 +68,7 @@ def failed(deviations: list[Deviation]) -> list[Deviation]:
 
 def needed_bytes(memory: Mapping[str, int]) -> int:
     """What a server needs of the machine's memory by what it reports, the program itself included; as ``check_memory`` in
-    engine/moe-hooks.cpp reckons.
+    engine/hooks/context.cpp reckons.
 
     Args:
         memory: ``memory`` of docs/stats.md.

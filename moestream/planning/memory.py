@@ -1,4 +1,4 @@
-"""Which slots fit, and what every part of memory takes. Pure; the decisions are the engine's (``decide_slots`` in engine/moe-hooks.cpp,
+"""Which slots fit, and what every part of memory takes. Pure; the decisions are the engine's (``decide_slots`` in engine/hooks/load-slots.cpp,
 engine/budget.cpp, engine/ram-tier.cpp), in the same numbers, so that a plan says what a start will do.
 """
 

@@ -1,6 +1,6 @@
 """Memory that a context keeps between tokens: KV cache, windows of it, latent (MLA) caches, recurrent states. Pure.
 
-``budgeted`` is what the engine reckons with when it sizes slots (``kv_bytes_estimate`` in engine/moe-hooks.cpp), ``expected`` is what
+``budgeted`` is what the engine reckons with when it sizes slots (``kv_bytes_estimate`` in engine/hooks/load-slots.cpp), ``expected`` is what
 llama.cpp allocates. The rules are upstream's: ``llama_model::create_memory`` and the constructors of ``llama_kv_cache``,
 ``llama_kv_cache_iswa`` and ``llama_memory_recurrent``; which layers have a window is said in each file of ``src/models``.
 """

@@ -1,6 +1,6 @@
 """What a trace or a map belongs to: the routers of one model, whatever types its experts are in.
 
-The engine's twin is ``fingerprint_of`` in engine/moe-hooks.cpp; a test holds both to the same answer.
+The engine's twin is ``fingerprint_of`` in engine/hooks/model-files.cpp; a test holds both to the same answer.
 """
 
 from __future__ import annotations

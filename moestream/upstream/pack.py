@@ -351,11 +351,11 @@ def _min_driver(brought: Mapping[str, str], gpu_archs: tuple[str, ...]) -> str:
 
 
 def _cuda_toolkit() -> Path:
-    """The folder of the CUDA toolkit that builds take; CUDA_HOME may name one without a compiler."""
-    if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
-        return Path(home)
+    """The folder of the CUDA toolkit that builds take, or that CUDA_HOME names where it is one without a compiler."""
     compiler, _ = find_cuda_compiler()
-    return Path(compiler).resolve().parents[1] if compiler else Path("/usr/local/cuda")
+    if compiler:
+        return Path(compiler).resolve().parents[1]
+    return Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
 
 
 def _find_library(name: str, needed_by: Path) -> Path:

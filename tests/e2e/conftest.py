@@ -15,9 +15,9 @@ from engine_fixtures import demo, demo_copy, disk_folder, model  # noqa: F401
 from moestream.upstream import engines
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home for all tests here in which the engine for the processor is the only one, whatever else is built, and nobody's settings are."""
+    """A home for the tests here in which the engine for the processor is the only one, whatever else is built, and nobody's settings are."""
     engine = engines.in_use("cpu")
     home = tmp_path_factory.mktemp("home")
     folder = home / "data" / "engines"
