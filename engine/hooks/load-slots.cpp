@@ -218,12 +218,13 @@ void decide_slots(moe_stream & moe, const llama_model_loader & ml, const llama_h
     const int64_t  wanted    = moe.slots_wanted == MOE_SLOTS_MAP ? moe.n_slot : moe.slots_wanted;
     const context_plan plan(ml, hparams);
 
-    // The memory-fit pass and the real load must decide alike, whatever became of free memory in between.
-    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, uint64_t, staging_kind, int64_t, int32_t, ggml_backend_dev_t>;
+    // The memory-fit pass and the real load must decide alike, whatever became of free memory in between; another load must not: all else that
+    // decide() looks at is in the key.
+    using key = std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, uint64_t, staging_kind, bool, int64_t, int32_t, int32_t, int64_t, bool, ggml_backend_dev_t>;
     static std::mutex mutex;
     static std::map<key, decision> decided;
-    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes_estimate(hparams, plan), plan.n_ubatch, wanted, map_bytes, moe.staging_wanted, moe.ram_wanted,
-        moe.n_guess, moe.only_device };
+    const key this_one = { ml.arch_name, ml.n_bytes, kv_bytes_estimate(hparams, plan), plan.n_ubatch, wanted, map_bytes, moe.staging_wanted, moe.overlap,
+        moe.ram_wanted, moe.n_guess, moe.io.n_in_flight, sizes.n_used_max, sizes.is_repacked, moe.only_device };
     std::lock_guard<std::mutex> lock(mutex);
     auto it = decided.find(this_one);
     if (it == decided.end()) {

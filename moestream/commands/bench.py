@@ -287,10 +287,14 @@ def _text(data: dict[str, Any], outcome: Outcome) -> str:
 def _ratio_line(ratio: dict[str, Any]) -> str:
     pairs = f"{ratio['pairs']} pair{'' if ratio['pairs'] == 1 else 's'}"
     what = f"{_FIGURES[ratio['figure']]}, {ratio['cache']}: {ratio['side']}"
-    span = f"{ratio['ratio_min']:.2f} to {ratio['ratio_max']:.2f}"
+    span = f"{_times(ratio['ratio_min'])} to {_times(ratio['ratio_max'])}"
     if ratio["ratio_min"] < 1 < ratio["ratio_max"]:  # the middle of such pairs is chance
         return f"{what} against {STOCK}: no clear difference ({span} times, {pairs})"
-    return f"{what} {ratio['ratio']:.2f}x {STOCK} ({span}, {pairs})"
+    return f"{what} {_times(ratio['ratio'])}x {STOCK} ({span}, {pairs})"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
 def _failure_line(failure: Failure) -> str:

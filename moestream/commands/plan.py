@@ -442,6 +442,11 @@ def plan_command(
     if slots in ("map", "off"):
         notices.append(f"slots: {slots} of {merged.settings['slots'].source} is not planned, auto is")
         slots = "auto"
+    if slots.isdigit() and facts.is_moe and int(slots) > facts.n_expert:
+        raise MoestreamError(
+            f"--slots {slots}: too many, a layer of {subject.name} has {facts.n_expert} experts",
+            hint="--slots all keeps every expert in memory",
+        )
     if subject.is_remote:
         notices.append(f"it is not here: moestream pull {subject.name}")
     settings = settings_of(merged, _type_flags(types), model=Path(subject.name))

@@ -16,6 +16,8 @@ from moestream.upstream import engines
 TOOL = "moe-replay-policy"
 OPTIMUM = "opt"  # not a policy that could be started
 SCHEMA = "moestream/replay/1"
+DEFAULT_POLICY = "lru"  # the engine's, and the only one by which a card looks after its slots itself
+AS_GOOD = 0.99  # the default is recommended when it reaches this much of the best policy
 GOOD_ENOUGH = 0.95  # fewer slots are recommended when they reach this much of the best
 
 
@@ -125,7 +127,8 @@ def _run(run: dict[str, Any]) -> Run:
 
 
 def best_start(runs: Sequence[Run], value: Mapping[tuple[str, int], float]) -> tuple[str, int] | None:
-    """Policy and slots to start with: the best policy with the fewest slots that reach 95 % of the best value.
+    """Policy and slots to start with: the fewest slots that reach 95 % of the best value, by the default policy
+    unless another is clearly better there.
 
     Args:
         value: what is wanted much of, by policy and slots: hit rate, or tokens a second. What is missing is left out.
@@ -136,4 +139,6 @@ def best_start(runs: Sequence[Run], value: Mapping[tuple[str, int], float]) -> t
         return None
     most = max(value[key] for key in able)
     slots = min(n for policy, n in able if value[policy, n] >= GOOD_ENOUGH * most)
-    return max((key for key in able if key[1] == slots), key=lambda key: value[key])
+    best = max((key for key in able if key[1] == slots), key=lambda key: value[key])
+    default = (DEFAULT_POLICY, slots)
+    return default if value.get(default, 0) >= AS_GOOD * value[best] else best

@@ -8,6 +8,7 @@ one that is out of date is simply another one.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -154,9 +155,10 @@ def read_engine(folder: Path) -> Engine | None:
         for name in ("targets", "tools", "cmake_args", "extra_cmake_args", "cuda_archs"):
             values[name] = tuple(values.get(name, ()))
         engine = Engine(path=folder, **values)
-        texts = (getattr(engine, field.name) for field in fields(Engine) if field.type == "str")
-        return engine if all(isinstance(text, str) for text in texts) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        texts = [getattr(engine, field.name) for field in fields(Engine) if field.type == "str"]
+        lists = [getattr(engine, field.name) for field in fields(Engine) if field.type == "tuple[str, ...]"]
+        return engine if all(isinstance(text, str) for text in (*texts, *itertools.chain(*lists))) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

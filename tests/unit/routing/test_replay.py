@@ -41,6 +41,8 @@ def test_what_to_start_with() -> None:
     }
     runs = [run(policy, slots) for policy, slots in rates]
     assert best_start(runs, rates) == ("lru", 16), "95 % of 0.92 is enough, and the optimum is no policy"
+    assert best_start(runs, {**rates, ("lfu", 16): 0.905}) == ("lru", 16), "hardly better than the default"
+    assert best_start(runs, {**rates, ("lfu", 16): 0.92}) == ("lfu", 16)
     del rates["lru", 16], rates["lfu", 16]
     assert best_start(runs, rates) == ("lru", 32), "a run without a value is left out"
     assert best_start([run("opt", 8), run("lru", None)], rates) is None

@@ -51,7 +51,9 @@ def test_written_and_read_back(install):
     assert json.loads((engine.path / "engine.json").read_text())["schema"] == "moestream/engine/1"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": "moestream/engine/2"}', '{"schema": "moestream/engine/1"}', "{"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"schema": "moestream/engine/2"}', '{"schema": "moestream/engine/1"}', "{", "[" * 100000]
+)
 def test_a_folder_that_is_no_engine_is_passed_over(install, text):
     engine = install()
     (paths.engines_dir() / "other").mkdir()
@@ -59,10 +61,11 @@ def test_a_folder_that_is_no_engine_is_passed_over(install, text):
     assert installed() == [engine]
 
 
-def test_a_description_with_another_kind_of_value_is_passed_over(install):
+@pytest.mark.parametrize("wrong", [{"backend": 7}, {"cuda_archs": [1]}, {"targets": 3}])
+def test_a_description_with_another_kind_of_value_is_passed_over(install, wrong):
     engine = install()
     file = engine.path / "engine.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "backend": 7}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
     assert installed() == []
 
 
