@@ -192,23 +192,24 @@ def _check_map(subject: Subject, path: Path, router_map: maps.RouterMap) -> None
         raise MoestreamError(f"--map {path} is of another model: its layers differ", hint="leave it out")
 
 
-def _engine_uses_gpu(backend: str | None = None) -> bool:
+def _engine_uses_gpu(backend: str | None) -> bool:
+    """Args: backend: None for the engine in use."""
     try:
         return engines.in_use(backend).backend != "cpu"
     except MoestreamError:
         return False  # none is built
 
 
-def machine_of(measured: Measured, ram: int | None, vram: int | None, backend: str | None = None) -> Machine:
+def machine_of(measured: Measured, ram: int | None, vram: int | None, *, uses_gpu: bool) -> Machine:
     """What was measured, with what was given instead.
 
     Args:
-        backend: of the engine that will be started; None for the one in use.
+        uses_gpu: the engine that will be started, or was, computes on one.
 
     Raises:
         MoestreamError: this system does not say how much memory there is.
     """
-    if vram is None and measured.gpus and _engine_uses_gpu(backend):
+    if vram is None and measured.gpus and uses_gpu:
         vram = sum(gpu.free_bytes for gpu in measured.gpus)
     budget = budget_of(measured.memory, measured.cores, vram, ram)
     return Machine(budget.available_bytes, budget.limited_by, budget.cores, measured.rates, budget.vram_bytes)
@@ -442,11 +443,8 @@ def plan_command(
     if slots in ("map", "off"):
         notices.append(f"slots: {slots} of {merged.settings['slots'].source} is not planned, auto is")
         slots = "auto"
-    if slots.isdigit() and facts.is_moe and int(slots) > facts.n_expert:
-        raise MoestreamError(
-            f"--slots {slots}: too many, a layer of {subject.name} has {facts.n_expert} experts",
-            hint="--slots all keeps every expert in memory",
-        )
+    if facts.is_moe:
+        fit.check_most_slots(slots, facts, subject.name)
     if subject.is_remote:
         notices.append(f"it is not here: moestream pull {subject.name}")
     settings = settings_of(merged, _type_flags(types), model=Path(subject.name))
@@ -456,18 +454,18 @@ def plan_command(
     if slots == "auto" and facts.is_moe and (why := fit.unplanned(argv, os.environ, facts)) is not None:
         notices.append(f"start leaves --slots auto to the engine: {why}")
     ram, vram = merged["ram"], merged["vram"]
-    measured = measure(subject)
+    measured, uses_gpu = measure(subject), _engine_uses_gpu(merged["backend"])
     machine = machine_of(
         measured,
         None if ram is None else parse_size("--ram", ram),
         None if vram is None else parse_size("--vram", vram),
-        merged["backend"],
+        uses_gpu=uses_gpu,
     )
-    if machine.vram_bytes is not None and not _engine_uses_gpu(merged["backend"]):
+    if machine.vram_bytes is not None and not uses_gpu:
         notices.append(
             "the commands below need an engine for the card: moestream build --backend cuda; the one in use computes on the CPU alone"
         )
-    if machine.vram_bytes is None and vram is None and _engine_uses_gpu(merged["backend"]):
+    if machine.vram_bytes is None and vram is None and uses_gpu:
         notices.append(
             "the engine in use is for a GPU, and none is planned with: nvidia-smi names none with memory of its own that CUDA_VISIBLE_DEVICES shows"
         )
@@ -567,7 +565,7 @@ def check_command(port: int | None, map_path: Path | None) -> Iterator[Result]:
             learning.leave_out(record, RecordStore(), _tokens(before), _tokens(stats))
     raw = stats.raw or {}
     measured = replace(measure(subject), load=load)
-    machine = machine_of(measured, None, None, record.backend)
+    machine = machine_of(measured, None, None, uses_gpu=_engine_uses_gpu(record.backend))
     # What was available to the server when it started, which may have a limit of its own; else what there is now, and what it has taken.
     now = machine.available_bytes + stats.memory.get("total_bytes", 0)
     machine = replace(machine, available_bytes=record.available_bytes or now)

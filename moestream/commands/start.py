@@ -91,11 +91,7 @@ def check_model(facts: GgufFacts, slots: str) -> None:
             f"--slots {slots}: too few, a token of {model.name} uses {facts.n_expert_used} experts in a layer",
             hint=f"the smallest is --slots {facts.n_expert_used}; --slots auto sizes them from the memory that is free",
         )
-    if int(slots) > facts.n_expert:
-        raise MoestreamError(
-            f"--slots {slots}: too many, a layer of {model.name} has {facts.n_expert} experts",
-            hint="--slots all keeps every expert in memory",
-        )
+    fit.check_most_slots(slots, facts, model.name)
 
 
 def check_pins(facts: GgufFacts, slots: str, top_k: int | None) -> None:

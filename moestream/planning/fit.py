@@ -37,6 +37,19 @@ ON_GPU = ("-ngl", "--gpu-layers", "--n-gpu-layers")
 PLACING = (*ON_GPU, "-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe")
 
 
+def check_most_slots(slots: str, facts: GgufFacts, name: str) -> None:
+    """Args: name: of the model, for the message.
+
+    Raises:
+        MoestreamError: more slots are asked for than a layer has experts.
+    """
+    if slots.isdigit() and int(slots) > facts.n_expert:
+        raise MoestreamError(
+            f"--slots {slots}: too many, a layer of {name} has {facts.n_expert} experts",
+            hint="--slots all keeps every expert in memory",
+        )
+
+
 def check_cache_type(flag: str, value: str) -> str:
     """A ggml type of the KV cache, upper case.
 

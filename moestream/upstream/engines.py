@@ -152,12 +152,11 @@ def read_engine(folder: Path) -> Engine | None:
         values = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
         if values.pop("schema") != SCHEMA:
             return None
-        for name in ("targets", "tools", "cmake_args", "extra_cmake_args", "cuda_archs"):
-            values[name] = tuple(values.get(name, ()))
-        engine = Engine(path=folder, **values)
-        texts = [getattr(engine, field.name) for field in fields(Engine) if field.type == "str"]
-        lists = [getattr(engine, field.name) for field in fields(Engine) if field.type == "tuple[str, ...]"]
-        return engine if all(isinstance(text, str) for text in (*texts, *itertools.chain(*lists))) else None
+        lists = [field.name for field in fields(Engine) if field.type == "tuple[str, ...]"]
+        values |= {name: tuple(values.get(name, ())) for name in lists}
+        texts = [values[field.name] for field in fields(Engine) if field.type == "str"]
+        texts += itertools.chain.from_iterable(values[name] for name in lists)
+        return Engine(path=folder, **values) if all(isinstance(text, str) for text in texts) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
